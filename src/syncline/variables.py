@@ -109,6 +109,9 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
     _of_init("SYNCLINE_JOIN", "join", "host:port of members of a running job to come into, with commas"),
     _of_init("SYNCLINE_JOIN_PORT", "join_port", "port where this rank listens for newcomers (default: any)"),
     _of_init("SYNCLINE_ON_PREEMPTION", "on_preemption", "leave, checkpoint: what SIGTERM means (default: the end)"),
+    _of_init(
+        "SYNCLINE_REPLAN", "replan", "on, off: plan again where rates change (default: if the network was measured)"
+    ),
     _of_init("SYNCLINE_TRACE", "trace", "file for this rank's trace, or a folder for all; also `syncline run --trace`"),
     _of_init("SYNCLINE_SHARED_MEMORY", "shared_memory", "off: no collectives in memory that ranks share (default: on)"),
     _of_init("SYNCLINE_BIND_THREAD", "bind_thread", "off: the kernel places the communication thread (default: on)"),

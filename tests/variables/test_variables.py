@@ -44,6 +44,7 @@ VALUES: dict[str, str] = {
     "SYNCLINE_CONGESTION": "reno",
     "SYNCLINE_JOIN_PORT": "32",
     "SYNCLINE_ON_PREEMPTION": "leave",
+    "SYNCLINE_REPLAN": "off",
     **SECRETS,
 }
 """Of each variable that ``init()`` reads by itself, a value that is not the default."""
@@ -59,6 +60,7 @@ GIVEN = Arguments(
     host="host-of-the-user",
     timeout_s=21,
     connect_timeout_s=22,
+    replan=True,
     silence_s=23,
     stall_s=24,
     trace="of-the-user.json",

@@ -5,10 +5,20 @@ from typing import TYPE_CHECKING
 from syncline.late_imports import late_names
 
 if TYPE_CHECKING:
-    from syncline.discovery.discovery import MOST_HOSTS, Discovery, discover_network, is_discoverable
+    from syncline.discovery.discovery import MOST_HOSTS, Discovery, discover_network, is_discoverable, measure_again
+    from syncline.discovery.following import TrafficWatch
     from syncline.discovery.kept import discovery_folder, recall
 
-__all__ = ["MOST_HOSTS", "Discovery", "is_discoverable", "discover_network", "discovery_folder", "recall"]
+__all__ = [
+    "MOST_HOSTS",
+    "Discovery",
+    "is_discoverable",
+    "discover_network",
+    "discovery_folder",
+    "recall",
+    "measure_again",
+    "TrafficWatch",
+]
 
 __getattr__ = late_names(
     __name__,
@@ -19,5 +29,7 @@ __getattr__ = late_names(
         "discover_network": "syncline.discovery.discovery",
         "discovery_folder": "syncline.discovery.kept",
         "recall": "syncline.discovery.kept",
+        "measure_again": "syncline.discovery.discovery",
+        "TrafficWatch": "syncline.discovery.following",
     },
 )

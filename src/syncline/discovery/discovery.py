@@ -18,13 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from syncline.discovery.building import build_topology, describe_topology
+from syncline.discovery.following import changed_rates
 from syncline.discovery.kept import keep, recall
 from syncline.discovery.probe import ROUND_S, Prober
-from syncline.discovery.rounds import first_rounds, rounds_across, rounds_inside
+from syncline.discovery.rounds import first_rounds, rounds_across, rounds_inside, tournament
 from syncline.discovery.tree_search import FittedTree, Flow, Round, Set, fair_shares, fit_tree, likely_sets
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.port import Port
-from syncline.topology import Topology
+from syncline.topology import Switch, Topology
 
 NAME = "measured"
 NUM_PASSES = 3
@@ -146,23 +147,59 @@ def find_tree(num_hosts: int, measure: Measure) -> FittedTree:
     return fit_tree(num_hosts, rounds)
 
 
+def measure_again(port: Port, communicator: Communicator, *, stream: int) -> Topology:
+    """Return the communicator's topology with the rates that links have now; every rank calls this at the same time.
+
+    The tree stays; a rate that is no more than a third off does too. ``stream`` is for this alone.
+    """
+    known = communicator.topology
+    leaders = sorted(host.ranks[0].rank for host in known.hosts)
+    prober = Prober(port, leaders, stream=stream)
+    if communicator.rank in leaders:
+        port.run(prober.open(), MARGIN_S)
+    text = b""
+    if communicator.rank == 0:
+        measure, flows = _measuring(port, prober, FLOW_S[0]), flows_of_links(known, leaders)
+        try:
+            text = changed_rates(known, leaders, [measure(each) for each in flows]).to_yaml().encode()
+        except TimeoutError:
+            text = known.to_yaml().encode()
+    found = Topology.parse(broadcast_bytes(communicator, text).decode(), source=known.source or NAME)
+    port.call_soon(port.close)
+    return found
+
+
 def look_at(known: Topology, measure: Measure) -> float:
     """Measure a few rounds; return by how much, as a part, one of four flows is off ``known``, or more."""
     num_hosts = len(known.hosts)
     firsts = sorted(host.ranks[0].rank for host in known.hosts)
-    racks = [
-        frozenset(firsts.index(host.ranks[0].rank) for host in known.hosts if child in known.path(host.ranks[0].rank))
-        for child in known.root.children
-    ]
     looks = list(first_rounds(num_hosts))
     looks = looks[:: max(1, len(looks) // NUM_LOOKS)][:NUM_LOOKS]
-    looks += list(rounds_across(num_hosts, [rack for rack in racks if len(rack) > 1][:NUM_LOOKS]))
+    looks += list(rounds_across(num_hosts, _switches(known, firsts)[:NUM_LOOKS]))
     off = [
         abs(math.log(max(rate, 1.0) / predicted))
         for each in map(measure, looks)
         for rate, predicted in zip(each.rates, predicted_rates(known, firsts, each.flows), strict=True)
     ]
     return math.expm1(float(np.quantile(off, 0.75)))
+
+
+def flows_of_links(known: Topology, ranks: Sequence[int]) -> list[tuple[Flow, ...]]:
+    """Return rounds that fill every link of ``known``, those between switches twice; ``ranks[k]`` is of host k."""
+    there = list(tournament(len(ranks)))
+    pairs = [*there, *(tuple((target, source) for source, target in flows) for flows in there)]
+    across = list(rounds_across(len(ranks), _switches(known, ranks)))
+    return [*pairs, *across, *across]
+
+
+def _switches(known: Topology, ranks: Sequence[int]) -> list[Set]:
+    """Return the hosts below each switch but the root, the widest first, by their places in ``ranks``."""
+    below: dict[str, set[int]] = {}
+    for place, rank in enumerate(ranks):
+        for node in known.path(rank):
+            if isinstance(node, Switch):
+                below.setdefault(node.name, set()).add(place)
+    return sorted(map(frozenset, below.values()), key=lambda hosts: (-len(hosts), sorted(hosts)))
 
 
 def predicted_rates(topology: Topology, ranks: Sequence[int], flows: Sequence[Flow]) -> list[float]:

@@ -25,6 +25,7 @@ RESEND_US = 60_000
 """How long TCP waits at least, beyond a round trip, before it takes what it sent last for lost. The kernel's 0.2 s are
 many times what a message takes; but the other end may acknowledge 0.04 s late, and that must not look like a loss."""
 _TOTAL_RETRANS, _DSACK_DUPS, _NUM_INFO_BYTES = 100, 216, 220  # of `struct tcp_info`, in <linux/tcp.h>
+_BUSY_US, _WAITED_US = 168, 176
 
 _log = logging.getLogger(__name__)
 _warned: set[str] = set()
@@ -163,14 +164,25 @@ def resent_segments(sock: socket.socket) -> int:
 
     0 where this is no TCP connection, or the kernel does not tell (before Linux 4.19).
     """
+    resent, twice = _info(sock, _TOTAL_RETRANS, _DSACK_DUPS, num_bytes=4)
+    return max(0, resent - twice)
+
+
+def busy_seconds(sock: socket.socket) -> float:
+    """Return for how long this end had something to send, and the other end room for it; 0 where nobody tells."""
+    busy_us, waited_us = _info(sock, _BUSY_US, _WAITED_US, num_bytes=8)
+    return max(0, busy_us - waited_us) / 1e6
+
+
+def _info(sock: socket.socket, *places: int, num_bytes: int) -> list[int]:
+    """Return what the kernel knows of a connection, at these places of ``struct tcp_info``; zeros if nothing."""
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _NUM_INFO_BYTES)
     except OSError:
-        return 0
+        info = b""
     if len(info) < _NUM_INFO_BYTES:
-        return 0
-    resent, twice = (int.from_bytes(info[place : place + 4], sys.byteorder) for place in (_TOTAL_RETRANS, _DSACK_DUPS))
-    return max(0, resent - twice)
+        return [0] * len(places)
+    return [int.from_bytes(info[place : place + num_bytes], sys.byteorder) for place in places]
 
 
 def _loopback_congestion(sock: socket.socket) -> str | None:

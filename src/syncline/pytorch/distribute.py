@@ -20,6 +20,7 @@ from syncline.pytorch.checkpoint.saving import save_alone, save_checkpoint
 from syncline.pytorch.consistency import DEFAULT_EVERY
 from syncline.pytorch.failure_saving import FailureSaving, WholeState
 from syncline.pytorch.fleet import Fleet, current_fleet
+from syncline.pytorch.following import follow_rates
 from syncline.pytorch.growing_training import GrowingTraining
 from syncline.pytorch.installation import Installation
 from syncline.pytorch.optimizer import DistributedOptimizer
@@ -89,6 +90,8 @@ def distribute(
         installation.install(), save_as_told=_save_as_told, elastic=installation.elastic_training
     )
     distributed.heed = partial(heed, fleet, distributed)
+    training = distributed.training
+    distributed.follower = follow_rates(fleet, training, rule, is_elastic=installation.elastic is not None)
     fleet.on_close(installation.end)
     fleet.add_update(distributed.statistics, steps=distributed.count_steps)
     if save_on_failure is not None:

@@ -87,6 +87,7 @@ class Arguments(BackendOptions):
     join: str | None = None
     join_port: int | None = None
     on_preemption: OnPreemption | None = None
+    replan: bool | None = None
 
     @classmethod
     def of_group(cls, options: BackendOptions, **place: Any) -> Arguments:
@@ -119,6 +120,8 @@ class Environment:
     """Where this rank listens for newcomers; 0 is a free port, and None one that is opened when it is needed."""
     on_preemption: OnPreemption | None
     """What to do when this process is told that it is to end; None leaves its signals alone."""
+    replan: bool | None
+    """Whether training plans again where links' rates change; None leaves it to how the topology was found."""
     fabric: FabricOptions
     """How its fabric behaves; of an address only from :func:`~syncline.pytorch.connecting.with_address` on."""
 
@@ -161,6 +164,7 @@ def read_environment(
         join=join,
         join_port=_choose_join_port(values, said),
         on_preemption=_choose_on_preemption(values, said),
+        replan=_choice(values, "SYNCLINE_REPLAN", said.replan),
         fabric=_choose_fabric(values, said),
     )
 

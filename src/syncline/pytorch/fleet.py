@@ -61,6 +61,11 @@ class Fleet(FabricPlace):
         """What distribute() was told first; None before it."""
         self.preemption: Preemption | None = None
         """What takes note of signals that tell of this process's end, if ``init(on_preemption=)`` asked for it."""
+        self.replans = False
+        """Whether trainings look after the rates of links, and plan again where they change."""
+        self.is_replan_asked = False
+        self.follower: Any = None
+        """The :class:`~syncline.pytorch.following.RateFollower` of its trainings, if there is one."""
         self._is_trusted = is_trusted
         self._on_move()
         self._on_close: list[Callable[[bool], None]] = []

@@ -8,7 +8,7 @@ from pathlib import Path
 from syncline.arguments import Seconds, checked
 from syncline.observe import Trace
 from syncline.pytorch.connecting import connect, is_exposed, with_address
-from syncline.pytorch.environment import Arguments, Environment, read_environment
+from syncline.pytorch.environment import MEASURE, Arguments, Environment, read_environment
 from syncline.pytorch.existing_group import find_group
 from syncline.pytorch.fleet import Fleet, check_first, enter_fleet
 from syncline.pytorch.listening import choose_interface
@@ -44,6 +44,7 @@ def init(
     join: str | None = None,
     join_port: int | None = None,
     on_preemption: OnPreemption | None = None,
+    replan: bool | None = None,
 ) -> Fleet:
     """Join the job, and return its fleet when all ranks are connected; every rank calls it once.
 
@@ -87,6 +88,10 @@ def init(
     and ends with status 0. "checkpoint": at the end of a step all ranks save what ``save_checkpoint`` or ``resume`` was
     given last, and end with status 143. A second signal acts as without this. In the main thread alone.
 
+    ``replan`` (``SYNCLINE_REPLAN``; default: where the topology was measured): training with ``AllReduce`` or
+    ``Sharded`` looks after the rates of links, and where one has been a third slower or faster for half a minute, the
+    ranks measure them for some seconds at the end of a step, say what has changed, and plan again.
+
     Raises :class:`ConfigurationError` (also if a fleet is open already), ``TopologyError``, ``RendezvousError`` and
     ``HandshakeError``, with who and what.
 
@@ -110,6 +115,9 @@ def open_fleet(environment: Environment, *, is_current: bool = True) -> Fleet:
         communicator = connect(environment, open_store)
         fleet = Fleet(communicator, is_trusted=options.secret is not None or not is_exposed(options))
         stack.callback(fleet.close, is_failing=True)
+        is_measured = environment.topology in (None, MEASURE) and communicator.topology.has_rates
+        fleet.replans = is_measured if environment.replan is None else environment.replan
+        fleet.is_replan_asked = environment.replan is True
         fleet.growth = ways.growth_of(fleet)
         # No one leaves before rank 0's store is gone: the next init() must not meet at this one. So all meet here.
         fleet.communicator.open_segment(is_wanted=environment.uses_shared_memory)

@@ -17,6 +17,7 @@ from syncline.members import MembershipChange
 from syncline.priorities.tuner import TunerStatistics
 from syncline.pytorch.contributions import Gradients
 from syncline.pytorch.elastic_training import ElasticTraining
+from syncline.pytorch.following import RateFollower
 from syncline.pytorch.notices import Notice
 from syncline.pytorch.optimizer_state import divided_state
 from syncline.pytorch.training import Training
@@ -75,6 +76,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._growing: Growing | None = None
         self.heed: Callable[[Mapping[int, Notice]], None] | None = None
         """Does what ranks were told of their end; set by who knows the fleet."""
+        self.follower: RateFollower | None = None
+        """Plans again where the rates of links change."""
         self.last_save: dict[str, Any] | None = None
         """What ``save_checkpoint`` or ``resume`` was given last, beside model and optimizer."""
         self._save_as_told = save_as_told  # who makes checkpoints knows this class, so it cannot be known here
@@ -151,6 +154,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._elastic.end_step()
             if self._growing is not None:
                 self._growing.end_step()
+        if self.follower is not None:
+            self.follower.end_step()
         if notices and self.heed is not None and place == id(self.training):  # else the next step tells a larger job
             self.heed(notices)
         return loss

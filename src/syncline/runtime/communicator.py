@@ -157,6 +157,13 @@ class Communicator:
         """Return the schedule for a buffer of ``num_bytes`` (remembered; the same on every rank)."""
         return self._plans.schedule(collective, num_bytes, target=target, root=root)
 
+    def plan_anew(self, topology: Topology) -> None:
+        """Plan on ``topology`` from the next call on: the same tree with other rates; all ranks call this alike."""
+        topology.check_world_size(self.world_size)
+        self.topology = topology
+        self._plans = Plans(topology, self._plans.planner, slice_bytes=None)
+        self.slice_bytes = self._plans.slice_bytes
+
     @property
     def stalls(self) -> PeerStalls:
         """Which ranks live, but do not train, as far as is known here; to be asked from any thread."""

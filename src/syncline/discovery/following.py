@@ -1,0 +1,145 @@
+"""Whether links are still as fast as the plan takes them for: suspected from traffic, and then proved by measuring.
+
+Links carry a job's own bytes, and the kernel tells for how long a connection had some to send. So a rank that comes
+late costs no rate: its connections are idle meanwhile. What a connection moves in the seconds in which it was busy
+depends on all that it shares links with, so these rates are compared with earlier ones of the same plan alone. Where
+one is a third off for half a minute, the ranks measure a few rounds of flows, at the end of a step, when the network is
+theirs; and the links are found whose other rates explain what was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from syncline.discovery.tree_search import CALM, LEAST_NOISE, Round, fair_shares
+from syncline.topology import DirectedLink, Host, Link, Switch, Topology
+
+WINDOW_S = 10.0
+NUM_WINDOWS = 3
+"""A rate that is off in so many windows, one after another, is suspicious."""
+OFF = math.log(4 / 3)
+"""Rates differ by a third, as a logarithm."""
+LEAST_BYTES, LEAST_BUSY_S = 1 << 20, 0.2
+"""What is moved in less tells no rate."""
+_FACTORS = np.exp(np.linspace(-math.log(8), math.log(8), 13))
+_FINER = np.exp(np.linspace(-math.log(1.41), math.log(1.41), 15))
+_MOST_CHANGES = 8
+_GAIN = 8.0
+"""Another rate must explain so much more, in squared errors over squared noise."""
+
+
+@dataclass(slots=True)
+class TrafficWatch:
+    """One rank's rates by peer, window after window; ``begin`` is called whenever the plan has changed."""
+
+    _began_s: float = math.inf
+    _before: Mapping[int, tuple[int, float]] = field(default_factory=dict)
+    _usual: dict[int, float] = field(default_factory=dict)
+    _num_off: dict[int, int] = field(default_factory=dict)
+    """In how many windows a peer's rate was off, up to now; negative where it was slower."""
+
+    def begin(self, now_s: float, moved: Mapping[int, tuple[int, float]]) -> None:
+        """Learn anew what is usual; ``moved`` is by peer what was sent, and for how many seconds that was busy."""
+        self._began_s, self._before, self._usual, self._num_off = now_s, moved, {}, {}
+
+    def see(self, now_s: float, moved: Mapping[int, tuple[int, float]]) -> None:
+        """Take note of what was moved up to now."""
+        if now_s - self._began_s < WINDOW_S:
+            return
+        for peer, (num_bytes, busy_s) in moved.items():
+            bytes_before, busy_before_s = self._before.get(peer, (0, 0.0))
+            if num_bytes - bytes_before >= LEAST_BYTES and busy_s - busy_before_s >= LEAST_BUSY_S:
+                self._judge(peer, (num_bytes - bytes_before) / (busy_s - busy_before_s))
+        self._began_s, self._before = now_s, moved
+
+    @property
+    def is_suspicious(self) -> bool:
+        """Whether some peer's rate has been off for NUM_WINDOWS."""
+        return any(abs(number) >= NUM_WINDOWS for number in self._num_off.values())
+
+    def _judge(self, peer: int, rate: float) -> None:
+        off = math.log(rate / self._usual.setdefault(peer, rate))
+        way, number = (off > 0) - (off < 0), self._num_off.get(peer, 0)
+        self._num_off[peer] = 0 if abs(off) < OFF else way + (number if number * way > 0 else 0)
+
+
+def changed_rates(known: Topology, ranks: Sequence[int], rounds: Sequence[Round]) -> Topology:
+    """Return ``known`` with other rates of those links that explain ``rounds`` so; itself where none do by a third.
+
+    ``ranks[k]`` is a rank of host k. One change after another is made, each time that which explains the most.
+    """
+    model = _Model(known, ranks, rounds)
+    rates = model.rates.copy()
+    loss = model.loss(rates)
+    for _ in range(_MOST_CHANGES):
+        scored = [(model.loss(each), place, factor) for place, factor, each in model.changes(rates)]
+        least, place, factor = min(scored, default=(loss, 0, 1.0))
+        if least > loss - _GAIN:
+            break
+        finer = [_changed(rates, place, factor * finer) for finer in _FINER]
+        rates = min(finer, key=model.loss)
+        loss = model.loss(rates)
+    factors = np.divide(rates, model.rates, out=np.ones_like(rates), where=np.isfinite(rates))
+    of_links = zip(model.links, factors.tolist(), strict=True)
+    off = {link: factor for link, factor in of_links if abs(math.log(factor)) >= OFF}
+    return replace(known, root=_scaled(known.root, off)) if off else known
+
+
+class _Model:
+    """The rounds as arrays: which links each flow crosses, and what it was measured to get."""
+
+    def __init__(self, known: Topology, ranks: Sequence[int], rounds: Sequence[Round]) -> None:
+        limited = [(name, way) for name, link in known.links() for way in ("up", "down")]
+        self.links = [DirectedLink(name, way) for name, way in limited]  # type: ignore[arg-type]
+        self.rates = np.array([dict(known.links())[link.child].bytes_per_s(link.direction) for link in self.links])
+        numbers = {link: number for number, link in enumerate(self.links)}
+        shape = (len(rounds), max(len(each.flows) for each in rounds))
+        self._crosses = np.zeros((*shape, len(self.links)), bool)
+        self._measured = np.full(shape, np.nan)
+        for row, each in enumerate(rounds):
+            for column, (source, target) in enumerate(each.flows):
+                self._measured[row, column] = max(each.rates[column], 1.0)
+                for link in known.route(ranks[source], ranks[target]):
+                    self._crosses[row, column, numbers[link]] = True
+
+    def changes(self, rates: np.ndarray) -> list[tuple[int, float, np.ndarray]]:
+        """Return each link that flows which are off cross, with each other rate: number, factor, rates of all."""
+        off = self._off(rates)[:, :, None] * self._crosses
+        mean = off.sum(axis=(0, 1)) / np.maximum(self._crosses.sum(axis=(0, 1)), 1)
+        places = np.flatnonzero((mean >= OFF / 3) & np.isfinite(rates)).tolist()
+        return [(place, factor, _changed(rates, place, factor)) for place in places for factor in _FACTORS.tolist()]
+
+    def loss(self, rates: np.ndarray) -> float:
+        """Return how badly these rates explain what was measured (Huber's loss)."""
+        off = self._off(rates) / LEAST_NOISE
+        return float(np.where(off <= CALM, off**2, CALM * (2 * off - CALM)).sum())
+
+    def _off(self, rates: np.ndarray) -> np.ndarray:
+        """Return by how much each flow is off, as a logarithm; 0 where there is none."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            off = np.abs(np.log(fair_shares(self._crosses, rates) / self._measured))
+        return np.where(np.isfinite(off), off, 0.0)
+
+
+def _changed(rates: np.ndarray, place: int, factor: float) -> np.ndarray:
+    other = rates.copy()
+    other[place] *= factor
+    return other
+
+
+def _scaled(node: Switch | Host, factors: Mapping[DirectedLink, float]) -> Switch | Host:
+    link = node.link
+    if link is not None:
+        up, down = (factors.get(DirectedLink(node.name, way), 1.0) for way in ("up", "down"))
+        link = Link(
+            up_bytes_per_s=link.up_bytes_per_s * up,
+            down_bytes_per_s=link.down_bytes_per_s * down,
+            latency_s=link.latency_s,
+        )
+    if isinstance(node, Host):
+        return replace(node, link=link, ranks=() if node.sockets else node.ranks)
+    return replace(node, link=link, children=tuple(_scaled(child, factors) for child in node.children))

@@ -1,0 +1,139 @@
+"""A training that follows the rates of links: it looks, asks the other ranks, measures with them, and plans again.
+
+Every few seconds all ranks sum two small numbers at the end of a step: who suspects a rate to have changed
+(:mod:`syncline.discovery.following`), and how long a step takes, from which the step of the next look follows. So all
+ranks measure and plan after the same step, from the same rates. Where nothing has changed after all, the next
+measurement comes later, each time twice as late.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+
+from syncline.discovery import TrafficWatch, measure_again
+from syncline.errors import UpdateError
+from syncline.pytorch.fleet import Fleet
+from syncline.pytorch.training import Training
+from syncline.topology import Topology
+from syncline.topology.rendering import describe_link
+from syncline.updates import AllReduce, Sharded, UpdateRule
+from syncline.updates.bucket_schedule import plan_again
+from syncline.updates.control import ControlStream
+
+LOOK_S = 5.0
+FIRST_REST_S, LONGEST_REST_S = 30.0, 3600.0
+"""How long to leave it after a measurement that showed no change."""
+
+
+def why_not(rule: UpdateRule, *, is_elastic: bool, has_helpers: bool) -> str | None:
+    """Say why a training cannot plan again; one that can makes the same calls on all ranks, and its owners stay."""
+    if not isinstance(rule, AllReduce | Sharded):
+        return f"{type(rule).__name__}() is neither AllReduce() nor Sharded()"
+    if isinstance(rule, Sharded) and (rule.spares or rule.replicate is not None):
+        return "Sharded(spares=, replicate=) has a second owner of each range, whose way is not planned again"
+    if is_elastic:
+        return "an elastic job plans by the rates of its start"
+    return "helpers follow the others' steps" if has_helpers else None
+
+
+class RateFollower:
+    """One rank's part in it, for all trainings of a fleet; every rank calls :meth:`end_step` alike, of the first."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.trainings: list[tuple[Training, UpdateRule]] = []
+        self._fleet = fleet
+        control, self._stream = fleet.reserve_streams(2)
+        self._control = ControlStream(fleet.communicator, stream=control, timeout_s=fleet.timeout_s)
+        self._watch = TrafficWatch()
+        self._next_look = 2
+        self._looked_at: tuple[int, float] | None = None
+        self._rest_s, self._rests_until_s = FIRST_REST_S, 0.0
+        self.num_plans = 0
+        """How often it has planned again."""
+
+    def end_step(self) -> None:
+        """Look, if it is time; where all agree that rates have changed, plan again."""
+        first, _ = self.trainings[0]
+        step, now_s = first.updater.iteration, time.monotonic()
+        if step < self._next_look or first.is_joining:
+            return
+        moved = self._moved()
+        before, self._looked_at = self._looked_at, (step, now_s)
+        if before is None:
+            self._watch.begin(now_s, moved)
+        self._watch.see(now_s, moved)
+        step_s = (now_s - before[1]) / max(1, step - before[0]) if before is not None else LOOK_S
+        is_suspicious = self._watch.is_suspicious and now_s >= self._rests_until_s
+        told = torch.tensor([float(is_suspicious), step_s], dtype=torch.float64)
+        num_suspicious, all_steps_s = self._control.sum(told, "rates of links").tolist()
+        self._next_look = step + max(1, round(LOOK_S * self._fleet.world_size / max(all_steps_s, 1e-3)))
+        if num_suspicious:
+            self._measure_again(step)
+
+    def _moved(self) -> dict[int, tuple[int, float]]:
+        """Return by peer what was sent, and for how long that was busy."""
+        moved: dict[int, tuple[int, float]] = {}
+        for each in self._fleet.communicator.statistics().fabric.connections:
+            num_bytes, busy_s = moved.get(each.peer, (0, 0.0))
+            moved[each.peer] = num_bytes + each.sent_bytes * (each.busy_s > 0), busy_s + each.busy_s
+        return moved
+
+    def _measure_again(self, step: int) -> None:
+        for training, _ in self.trainings:
+            training.synchronize()
+        began_s = time.monotonic()
+        communicator, before = self._fleet.communicator, self._fleet.topology
+        found = measure_again(communicator.open_port("rates of links"), communicator, stream=self._stream)
+        is_changed = found.digest != before.digest
+        if is_changed:
+            self._plan_on(found)
+        now_s = time.monotonic()
+        self._tell(step, before, found, now_s - began_s)
+        self._rests_until_s = 0.0 if is_changed else now_s + self._rest_s
+        self._rest_s = FIRST_REST_S if is_changed else min(2 * self._rest_s, LONGEST_REST_S)
+        self._watch.begin(now_s, self._moved())
+        self._looked_at = step, now_s
+
+    def _plan_on(self, topology: Topology) -> None:
+        communicator = self._fleet.communicator
+        communicator.plan_anew(topology)
+        for training, rule in self.trainings:
+            collectives = training.updater.collectives
+            plans = [bucket.plan for bucket in training.updater.buckets]
+            again = plan_again(communicator, plans, rule.schedule_options, collectives.bucket_schedules)
+            collectives.enter(communicator, again)
+        self.num_plans += 1
+
+    def _tell(self, step: int, before: Topology, found: Topology, seconds: float) -> None:
+        old = dict(before.links())
+        changed = [
+            f"{name} {describe_link(link)} (was {describe_link(old[name])})"
+            for name, link in found.links()
+            if link != old[name]
+        ]
+        self._fleet.trace.instant("rates of links", "communication", changed=changed)
+        if self._fleet.rank == 0 and changed:
+            what = f"links have other rates: {', '.join(changed)}; planned again"
+            print(f"syncline: after step {step} {what} ({seconds:.1f} s)", file=sys.stderr, flush=True)
+
+
+def follow_rates(fleet: Fleet, training: Training, rule: UpdateRule, *, is_elastic: bool) -> RateFollower | None:
+    """Let a training follow the rates of links, where the fleet is to; return what is told of each step's end, if any.
+
+    Raises :class:`UpdateError` where that was asked for and is not possible.
+    """
+    if not fleet.replans or fleet.world_size == 1:
+        return None
+    why = why_not(rule, is_elastic=is_elastic, has_helpers=bool(fleet.topology.helpers))
+    if why is not None:
+        if fleet.is_replan_asked:
+            raise UpdateError(f"init(replan=True) does not go with this training: {why}; leave out replan")
+        return None
+    follower, is_first = fleet.follower, fleet.follower is None
+    if follower is None:
+        fleet.follower = follower = RateFollower(fleet)
+    follower.trainings.append((training, rule))
+    return follower if is_first else None

@@ -1,0 +1,107 @@
+"""Trainings that follow the rates of links: when they measure, what they plan, and that all ranks go on alike."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import syncline
+from syncline.discovery import TrafficWatch, following
+from syncline.errors import UpdateError
+from syncline.pytorch import following as training_following
+from syncline.pytorch.fleet import Fleet
+from syncline.topology import Topology
+from thread_fleets import run_fleets
+
+RACKS = Topology.load("demo-1-3")
+SLOWER = Topology.parse(RACKS.to_yaml().replace("200 Mbit/s", "80 Mbit/s"))
+
+
+def traffic(rates: list[float], *, busy_s: float = 5.0) -> TrafficWatch:
+    """Return a watch that has seen one peer move at these rates, a window after another."""
+    watch, moved = TrafficWatch(), [0.0, 0.0]
+    watch.begin(0.0, {1: (0, 0.0)})
+    for number, rate in enumerate(rates, start=1):
+        moved = [moved[0] + rate * busy_s, moved[1] + busy_s]
+        watch.see(number * following.WINDOW_S, {1: (int(moved[0]), moved[1])})
+    return watch
+
+
+@pytest.mark.parametrize(
+    ("rates", "is_suspicious"),
+    [
+        ([8e6, 8e6, 8e6, 8e6], False),
+        ([8e6, 5e6, 5e6], False),
+        ([8e6, 5e6, 5e6, 5e6], True),
+        ([8e6, 12e6, 12e6, 12e6], True),
+        ([8e6, 5e6, 12e6, 5e6], False),
+        ([8e6, 5e6, 8e6, 5e6], False),
+    ],
+)
+def test_a_rate_is_suspicious_when_it_is_off_for_half_a_minute(rates: list[float], is_suspicious: bool) -> None:
+    assert traffic(rates).is_suspicious is is_suspicious
+
+
+def test_a_rank_that_comes_late_costs_no_rate() -> None:
+    """Its connections are idle meanwhile: a tenth of the bytes in a tenth of the busy time is the same rate."""
+    watch = TrafficWatch()
+    watch.begin(0.0, {1: (0, 0.0)})
+    watch.see(10.0, {1: (80_000_000, 10.0)})
+    for window in range(1, 5):
+        watch.see(10.0 * (window + 1), {1: (80_000_000 + 8_000_000 * window, 10.0 + window)})
+    assert not watch.is_suspicious
+
+
+@pytest.mark.parametrize("rule", [syncline.Sharded(bucket_bytes=1 << 12), syncline.AllReduce(bucket_bytes=1 << 12)])
+def test_all_ranks_plan_again_and_train_on_as_if_nothing_had_been(
+    rule: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One rank suspects a link in every step; what is measured is a slower one, and then the same."""
+    monkeypatch.setattr(training_following, "measure_again", lambda *_, **__: SLOWER)
+    monkeypatch.setattr(training_following, "LOOK_S", 0.0)
+
+    def train(fleet: Fleet, *, follows: bool) -> tuple[list[torch.Tensor], list[Any], int]:
+        fleet.replans = follows
+        model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 7))
+        for parameter in model.parameters():
+            torch.nn.init.uniform_(parameter, generator=torch.Generator().manual_seed(parameter.numel()))
+        model, optimizer = syncline.distribute(model, torch.optim.Adam(model.parameters(), lr=0.01), rule, fleet=fleet)
+        if optimizer.follower is not None:
+            suspect = SimpleNamespace(begin=lambda *_: 0, see=lambda *_: 0, is_suspicious=fleet.rank == 2)
+            optimizer.follower._watch = suspect
+        for step in range(6):
+            batch = torch.randn(4, 20, generator=torch.Generator().manual_seed(10 * step + fleet.rank))
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        schedules = optimizer.training.updater.collectives.bucket_schedules
+        owned = [schedule.owned for schedule in schedules]
+        num_plans = optimizer.follower.num_plans if optimizer.follower is not None else 0
+        return [parameter.detach().clone() for parameter in model.parameters()], owned, num_plans
+
+    def body(fleet: Fleet) -> Any:
+        return train(fleet, follows=True)
+
+    followed = run_fleets(RACKS, body)
+    plain = run_fleets(RACKS, lambda fleet: train(fleet, follows=False))
+    assert [num_plans for *_, num_plans in followed] == [1] * 4
+    for (values, owned, _), (expected, owned_before, _) in zip(followed, plain, strict=True):
+        assert owned == owned_before
+        for value, other in zip(values, expected, strict=True):
+            assert torch.allclose(value, other, rtol=1e-5, atol=1e-6)
+    told = [line for line in capfd.readouterr().err.splitlines() if "links have other rates" in line]
+    assert len(told) == 1
+    assert "(was 200 Mbit/s)" in told[0]
+
+
+def test_what_cannot_plan_again_is_refused_where_it_was_asked_for() -> None:
+    def body(fleet: Fleet) -> None:
+        fleet.replans = fleet.is_replan_asked = True
+        model = torch.nn.Linear(3, 2)
+        syncline.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), syncline.Sharded(spares=1), fleet=fleet)
+
+    (error, *_) = run_fleets(2, body, accept=UpdateError)
+    assert "init(replan=True) does not go with this training: Sharded(spares=" in str(error)
