@@ -45,6 +45,8 @@ VALUES: dict[str, str] = {
     "SYNCLINE_JOIN_PORT": "32",
     "SYNCLINE_ON_PREEMPTION": "leave",
     "SYNCLINE_REPLAN": "off",
+    "SYNCLINE_PORTS": "29600-29631",
+    "SYNCLINE_ADVERTISE": "10.1.1.1:29700",
     **SECRETS,
 }
 """Of each variable that ``init()`` reads by itself, a value that is not the default."""
@@ -61,6 +63,8 @@ GIVEN = Arguments(
     timeout_s=21,
     connect_timeout_s=22,
     replan=True,
+    ports="29800-29831",
+    advertise="10.1.1.2",
     silence_s=23,
     stall_s=24,
     trace="of-the-user.json",

@@ -27,7 +27,7 @@ from syncline.fabric.rendezvous import AnyRendezvous, Generation, Member
 from syncline.fabric.reopening import Reopener
 from syncline.fabric.shared_host import OfferTerms
 from syncline.fabric.sizing import fit_grants, fit_options, fit_window_sizes
-from syncline.fabric.sockets import open_listening_socket, prepare_connected, resolve_address
+from syncline.fabric.sockets import advertised_endpoint, open_listening_socket, prepare_connected, resolve_address
 from syncline.fabric.tcp import TcpFabric, TraceSink
 from syncline.priorities.terms import Priorities
 from syncline.topology.topology import Topology
@@ -76,7 +76,8 @@ async def connect_tcp(
     listening = open_listening_socket(address, options)
     try:
         host = topology.host_of(rank).name if topology else socket.gethostname()
-        member = Member(rank=rank, host=host, address=address, port=listening.getsockname()[1])
+        reached_at, port = advertised_endpoint(address, listening.getsockname()[1], options)
+        member = Member(rank=rank, host=host, address=reached_at, port=port)
         generation = await rendezvous.meet(member, world_size=world_size, timeout_s=timeout_s, silence_s=options.dead_s)
         _check_one_family(generation.members)
         options = options.decided_for({other.address for other in generation.members})

@@ -38,6 +38,10 @@ class FabricOptions:
     left out on the way. None: where there is a secret, and ranks are on several machines."""
     address: str | None = None
     """The address, interface or name of this machine to bind to; None is loopback."""
+    ports: tuple[int, int] | None = None
+    """The first and the last port on which this rank may listen; None is any that is free."""
+    advertised: tuple[str, int] | None = None
+    """Where others reach this rank, if not where it listens: an address, and a port, or 0 for that on which it does."""
 
     heartbeat_s: Positive = 1.0
     suspect_s: Positive = 3.0

@@ -8,6 +8,7 @@ import ipaddress
 import logging
 import socket
 import sys
+from collections.abc import Callable
 
 import psutil
 
@@ -71,10 +72,36 @@ def _interface_address(name: str) -> str | None:
 
 
 def open_listening_socket(address: str, options: FabricOptions, *, port: int = 0) -> socket.socket:
-    """Listen on ``address`` at ``port`` (0: a free one); what is accepted inherits the buffer sizes.
+    """Listen on ``address`` at ``port`` (0: a free one, of those it may use); what is accepted inherits buffer sizes.
 
     Raises :class:`ConfigurationError` also where the kernel refuses the congestion control that was asked for.
     """
+    if port:
+        return _listen_at(address, options, port)
+    return listen_in_range(address, options.ports, lambda number: _listen_at(address, options, number))
+
+
+def listen_in_range(
+    address: str, ports: tuple[int, int] | None, listen: Callable[[int], socket.socket]
+) -> socket.socket:
+    """Listen by ``listen``, which is given a port, on the first that is free of those from the first to the last."""
+    if ports is None:
+        return listen(0)
+    first, last = ports
+    for number in range(first, last + 1):
+        try:
+            return listen(number)
+        except (OSError, ConfigurationError) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            if not isinstance(cause, OSError) or cause.errno != errno.EADDRINUSE:
+                raise
+    raise ConfigurationError(
+        f"no port from {first} to {last} is free on {address}: each rank of a host listens on one for the job, and on "
+        "one for each further process group; give more (SYNCLINE_PORTS, or init(ports=))"
+    )
+
+
+def _listen_at(address: str, options: FabricOptions, port: int) -> socket.socket:
     sock = _open(address, options)
     _check_congestion(sock, options)
     try:
@@ -90,6 +117,14 @@ def open_listening_socket(address: str, options: FabricOptions, *, port: int = 0
             f"{', and a port that no other program uses' if port else ''}"
         ) from error
     return sock
+
+
+def advertised_endpoint(address: str, port: int, options: FabricOptions) -> tuple[str, int]:
+    """Return where others reach this rank, which listens on ``address`` at ``port``."""
+    if options.advertised is None:
+        return address, port
+    host, fixed_port = options.advertised
+    return resolve_address(host), fixed_port or port
 
 
 def _check_congestion(sock: socket.socket, options: FabricOptions) -> None:

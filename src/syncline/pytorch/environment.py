@@ -57,6 +57,10 @@ class BackendOptions:
     """Let every frame carry a code keyed by the secret; where ranks are on several machines, if nobody says."""
     interface: str | None = None
     """The address, or the interface's name, that the other ranks reach."""
+    ports: str | None = None
+    """On which ports this rank may listen, as ``"29600-29631"``; any, if nobody says."""
+    advertise: str | None = None
+    """Where the others reach this rank, ``"address[:port]"``, if not where it listens."""
     connect_timeout_s: Seconds | None = None
     """How long a new group waits for its ranks to connect, in seconds."""
     silence_s: Seconds | None = None
@@ -202,7 +206,8 @@ def _choose_master(
     if group is not None:
         return group.address or without_brackets(values.get("MASTER_ADDR", "")) or None, None
     address = without_brackets(values.get("MASTER_ADDR", "")) or place.master_address
-    port = whole_number(values, "MASTER_PORT", place.master_port or 0)
+    ports = _choose_ports(values, said)
+    port = whole_number(values, "MASTER_PORT", ports[0] if ports and place.master_port else place.master_port or 0)
     if place.world_size > 1 and not (address and (port or values.get("MASTER_PORT"))):
         raise ConfigurationError(
             f"{place.source} is {place.world_size}, but MASTER_ADDR or MASTER_PORT is not set; {place.remedy}"
@@ -251,6 +256,8 @@ def _choose_fabric(values: Mapping[str, str], said: Arguments) -> FabricOptions:
         authenticate_frames=_choice(values, "SYNCLINE_AUTHENTICATE_FRAMES", said.authenticate_frames),
         binds_thread=_switch(values, "SYNCLINE_BIND_THREAD", said.bind_thread),
         congestion=said.congestion or values.get("SYNCLINE_CONGESTION") or None,
+        ports=_choose_ports(values, said),
+        advertised=_choose_advertised(values, said),
     )
     times = choose_times(
         values,
@@ -260,6 +267,24 @@ def _choose_fabric(values: Mapping[str, str], said: Arguments) -> FabricOptions:
         stall_s=said.stall_s,
     )
     return with_times(options, **times)
+
+
+def _choose_ports(values: Mapping[str, str], said: Arguments) -> tuple[int, int] | None:
+    text = said.ports or values.get("SYNCLINE_PORTS") or ""
+    if not text:
+        return None
+    first, dash, last = (part.strip() for part in text.partition("-"))
+    numbers = (first, last if dash else first)
+    if not all(number.isdecimal() for number in numbers) or not 0 < int(first) <= int(numbers[1]) <= MAX_PORT:
+        raise ConfigurationError(f"ports must be FIRST-LAST, from 1 to {MAX_PORT}, as 29600-29631, not {text!r}")
+    return int(first), int(numbers[1])
+
+
+def _choose_advertised(values: Mapping[str, str], said: Arguments) -> tuple[str, int] | None:
+    text = said.advertise or values.get("SYNCLINE_ADVERTISE") or None
+    if text is None or ":" not in text:
+        return None if text is None else (text, 0)
+    return parse_endpoint(text, default_port=0, what="advertise")
 
 
 def _choose_secret(values: Mapping[str, str], said: Arguments) -> bytes | None:

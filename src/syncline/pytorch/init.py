@@ -32,6 +32,8 @@ def init(
     insecure: bool = False,
     authenticate_frames: bool | None = None,
     interface: str | None = None,
+    ports: str | None = None,
+    advertise: str | None = None,
     host: str | None = None,
     timeout_s: Seconds | None = None,
     connect_timeout_s: Seconds | None = None,
@@ -65,7 +67,10 @@ def init(
     ``authenticate_frames`` (``SYNCLINE_AUTHENTICATE_FRAMES``; default: where ranks with a secret are on several
     machines), alike on all ranks: every frame carries a code keyed by the secret, so that nobody on the way can change,
     repeat or leave out what is sent. ``interface`` (``SYNCLINE_INTERFACE``): the address, or the interface's name, that
-    the other ranks reach.
+    the other ranks reach. ``ports`` (``SYNCLINE_PORTS``), as ``"29600-29631"``: on which of them this rank listens,
+    for the job, for its process groups and for newcomers, and rank 0 for the store too, where no ``MASTER_PORT`` is set
+    (default: any). ``advertise`` (``SYNCLINE_ADVERTISE``), as ``"address"`` or ``"address:port"``: where other ranks
+    reach this one, if not where it listens, as behind a router that hands a port on.
 
     Seconds, alike on all ranks: ``timeout_s`` (``SYNCLINE_TIMEOUT``, 300): how long a collective may take, and so how
     long a rank may validate or save by itself while the others wait. ``connect_timeout_s``

@@ -24,6 +24,7 @@ from syncline.endpoints import format_endpoint
 from syncline.errors import RendezvousError
 from syncline.fabric import FabricOptions
 from syncline.fabric.rendezvous import FIRST_LINE_S, LINE_S
+from syncline.fabric.sockets import listen_in_range
 from syncline.pytorch.environment import Environment
 from syncline.updates.private_torch import default_store
 
@@ -104,7 +105,7 @@ def store_of_group() -> TorchStore:
 def serve_store(options: FabricOptions) -> tuple[Store, int]:
     """Serve a store of this rank's own, on the address that its fabric uses; return it and its port."""
     address = options.address or "127.0.0.1"
-    listening = _listen_on(address, 0, options)
+    listening = listen_in_range(address, options.ports, lambda port: _listen_on(address, port, options))
     port: int = listening.getsockname()[1]
     return _open_in_time(address, port, listening, timeout_s=options.connect_s), port
 

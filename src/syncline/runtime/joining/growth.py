@@ -21,7 +21,7 @@ from syncline.endpoints import format_endpoint
 from syncline.errors import ConfigurationError, DeadlineError, HandshakeError, RendezvousError, SynclineError
 from syncline.fabric import FabricOptions, TcpFabric, connect_tcp
 from syncline.fabric.rendezvous import FIRST_LINE_S, LINE_S, Generation, Member
-from syncline.fabric.sockets import open_listening_socket, resolve_address
+from syncline.fabric.sockets import advertised_endpoint, open_listening_socket, resolve_address
 from syncline.members.job_record import NO_FLAGS, Address, Flags, JobRecord, address_of
 from syncline.runtime.joining.connection import JoinConnection, Message, dial_member
 from syncline.runtime.joining.server import VERSION, JoinServer
@@ -383,7 +383,7 @@ class Growth:
                 "give FabricOptions(secret=) at least 32 bytes"
             )
         sock = _listen(self._address, options, port)
-        self.join_address: Address = (self._address, sock.getsockname()[1])
+        self.join_address: Address = advertised_endpoint(self._address, sock.getsockname()[1], options)
         self._loop = CommunicationLoop("syncline-join")
         self._loop.start()
 
