@@ -185,11 +185,11 @@ def look_at(known: Topology, measure: Measure) -> float:
 
 
 def flows_of_links(known: Topology, ranks: Sequence[int]) -> list[tuple[Flow, ...]]:
-    """Return rounds that fill every link of ``known``, those between switches twice; ``ranks[k]`` is of host k."""
+    """Return rounds that fill every link of ``known``, each twice, which tells the noise; ``ranks[k]`` is of host k."""
     there = list(tournament(len(ranks)))
     pairs = [*there, *(tuple((target, source) for source, target in flows) for flows in there)]
     across = list(rounds_across(len(ranks), _switches(known, ranks)))
-    return [*pairs, *across, *across]
+    return [*pairs, *across, *pairs, *across]
 
 
 def _switches(known: Topology, ranks: Sequence[int]) -> list[Set]:

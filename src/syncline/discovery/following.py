@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from syncline.discovery.tree_search import CALM, LEAST_NOISE, Round, fair_shares
+from syncline.discovery.tree_search import CALM, Round, fair_shares, noise_of
 from syncline.topology import DirectedLink, Host, Link, Switch, Topology
 
 WINDOW_S = 10.0
@@ -27,6 +27,9 @@ LEAST_BYTES, LEAST_BUSY_S = 1 << 20, 0.2
 """What is moved in less tells no rate."""
 _FACTORS = np.exp(np.linspace(-math.log(8), math.log(8), 13))
 _FINER = np.exp(np.linspace(-math.log(1.41), math.log(1.41), 15))
+_PARTS = np.linspace(0.8, 1.0, 41)
+_NEAR = 0.08
+_USUAL_PART = 0.93
 _MOST_CHANGES = 8
 _GAIN = 8.0
 """Another rate must explain so much more, in squared errors over squared noise."""
@@ -100,11 +103,26 @@ class _Model:
         shape = (len(rounds), max(len(each.flows) for each in rounds))
         self._crosses = np.zeros((*shape, len(self.links)), bool)
         self._measured = np.full(shape, np.nan)
+        self._noise, self._part = noise_of(rounds), 1.0
         for row, each in enumerate(rounds):
             for column, (source, target) in enumerate(each.flows):
                 self._measured[row, column] = max(each.rates[column], 1.0)
                 for link in known.route(ranks[source], ranks[target]):
                     self._crosses[row, column, numbers[link]] = True
+        is_of_switch = [isinstance(known.node(link.child), Switch) for link in self.links]
+        self._part = self._part_that_arrives(np.asarray(self._crosses[:, :, is_of_switch].any(axis=2)))
+
+    def _part_that_arrives(self, is_between: np.ndarray) -> float:
+        """Return what most flows get of what links would give them: headers and the beginning of a flow take the rest.
+
+        Of flows between switches, if there are: processors may hold back what stays below one.
+        """
+        with np.errstate(divide="ignore", invalid="ignore"):
+            part = self._measured / fair_shares(self._crosses, self.rates)
+        part = part[(is_between | ~is_between.any()) & np.isfinite(part)]
+        part = np.append(part, _USUAL_PART)  # where all of these flows cross what has changed
+        near = np.exp(-((np.log(part[:, None] / _PARTS) / _NEAR) ** 2)).sum(axis=0)
+        return float(_PARTS[near.argmax()])
 
     def changes(self, rates: np.ndarray) -> list[tuple[int, float, np.ndarray]]:
         """Return each link that flows which are off cross, with each other rate: number, factor, rates of all."""
@@ -115,13 +133,13 @@ class _Model:
 
     def loss(self, rates: np.ndarray) -> float:
         """Return how badly these rates explain what was measured (Huber's loss)."""
-        off = self._off(rates) / LEAST_NOISE
+        off = self._off(rates) / self._noise
         return float(np.where(off <= CALM, off**2, CALM * (2 * off - CALM)).sum())
 
     def _off(self, rates: np.ndarray) -> np.ndarray:
         """Return by how much each flow is off, as a logarithm; 0 where there is none."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            off = np.abs(np.log(fair_shares(self._crosses, rates) / self._measured))
+            off = np.abs(np.log(self._part * fair_shares(self._crosses, rates) / self._measured))
         return np.where(np.isfinite(off), off, 0.0)
 
 

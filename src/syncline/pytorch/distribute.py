@@ -90,8 +90,7 @@ def distribute(
         installation.install(), save_as_told=_save_as_told, elastic=installation.elastic_training
     )
     distributed.heed = partial(heed, fleet, distributed)
-    training = distributed.training
-    distributed.follower = follow_rates(fleet, training, rule, is_elastic=installation.elastic is not None)
+    distributed.follower = follow_rates(installation)
     fleet.on_close(installation.end)
     fleet.add_update(distributed.statistics, steps=distributed.count_steps)
     if save_on_failure is not None:

@@ -13,14 +13,13 @@ import time
 
 import torch
 
-from syncline.discovery import TrafficWatch, measure_again
+from syncline import discovery
 from syncline.errors import UpdateError
 from syncline.pytorch.fleet import Fleet
-from syncline.pytorch.training import Training
+from syncline.pytorch.installation import Installation
 from syncline.topology import Topology
 from syncline.topology.rendering import describe_link
 from syncline.updates import AllReduce, Sharded, UpdateRule
-from syncline.updates.bucket_schedule import plan_again
 from syncline.updates.control import ControlStream
 
 LOOK_S = 5.0
@@ -29,11 +28,11 @@ FIRST_REST_S, LONGEST_REST_S = 30.0, 3600.0
 
 
 def why_not(rule: UpdateRule, *, is_elastic: bool, has_helpers: bool) -> str | None:
-    """Say why a training cannot plan again; one that can makes the same calls on all ranks, and its owners stay."""
+    """Say why a training cannot plan again; one that can makes the same calls on all ranks, between its steps."""
     if not isinstance(rule, AllReduce | Sharded):
         return f"{type(rule).__name__}() is neither AllReduce() nor Sharded()"
-    if isinstance(rule, Sharded) and (rule.spares or rule.replicate is not None):
-        return "Sharded(spares=, replicate=) has a second owner of each range, whose way is not planned again"
+    if isinstance(rule, Sharded) and rule.step_in_backward:
+        return "Sharded(step_in_backward=True) keeps a second copy of state"
     if is_elastic:
         return "an elastic job plans by the rates of its start"
     return "helpers follow the others' steps" if has_helpers else None
@@ -43,11 +42,11 @@ class RateFollower:
     """One rank's part in it, for all trainings of a fleet; every rank calls :meth:`end_step` alike, of the first."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self.trainings: list[tuple[Training, UpdateRule]] = []
+        self.trainings: list[Installation] = []
         self._fleet = fleet
         control, self._stream = fleet.reserve_streams(2)
         self._control = ControlStream(fleet.communicator, stream=control, timeout_s=fleet.timeout_s)
-        self._watch = TrafficWatch()
+        self._watch = discovery.TrafficWatch()
         self._next_look = 2
         self._looked_at: tuple[int, float] | None = None
         self._rest_s, self._rests_until_s = FIRST_REST_S, 0.0
@@ -56,10 +55,10 @@ class RateFollower:
 
     def end_step(self) -> None:
         """Look, if it is time; where all agree that rates have changed, plan again."""
-        first, _ = self.trainings[0]
-        step, now_s = first.updater.iteration, time.monotonic()
-        if step < self._next_look or first.is_joining:
+        first = self.trainings[0].training
+        if first is None or first.is_joining or first.updater.iteration < self._next_look:
             return
+        step, now_s = first.updater.iteration, time.monotonic()
         moved = self._moved()
         before, self._looked_at = self._looked_at, (step, now_s)
         if before is None:
@@ -82,30 +81,24 @@ class RateFollower:
         return moved
 
     def _measure_again(self, step: int) -> None:
-        for training, _ in self.trainings:
-            training.synchronize()
+        trainings = [each for each in self.trainings if each.training is not None]
+        for each in trainings:
+            each.synchronize()
         began_s = time.monotonic()
         communicator, before = self._fleet.communicator, self._fleet.topology
-        found = measure_again(communicator.open_port("rates of links"), communicator, stream=self._stream)
+        found = discovery.measure_again(communicator.open_port("rates of links"), communicator, stream=self._stream)
         is_changed = found.digest != before.digest
         if is_changed:
-            self._plan_on(found)
+            communicator.plan_anew(found)
+            for each in trainings:
+                each.plan_again()
+            self.num_plans += 1
         now_s = time.monotonic()
         self._tell(step, before, found, now_s - began_s)
         self._rests_until_s = 0.0 if is_changed else now_s + self._rest_s
         self._rest_s = FIRST_REST_S if is_changed else min(2 * self._rest_s, LONGEST_REST_S)
         self._watch.begin(now_s, self._moved())
         self._looked_at = step, now_s
-
-    def _plan_on(self, topology: Topology) -> None:
-        communicator = self._fleet.communicator
-        communicator.plan_anew(topology)
-        for training, rule in self.trainings:
-            collectives = training.updater.collectives
-            plans = [bucket.plan for bucket in training.updater.buckets]
-            again = plan_again(communicator, plans, rule.schedule_options, collectives.bucket_schedules)
-            collectives.enter(communicator, again)
-        self.num_plans += 1
 
     def _tell(self, step: int, before: Topology, found: Topology, seconds: float) -> None:
         old = dict(before.links())
@@ -120,14 +113,16 @@ class RateFollower:
             print(f"syncline: after step {step} {what} ({seconds:.1f} s)", file=sys.stderr, flush=True)
 
 
-def follow_rates(fleet: Fleet, training: Training, rule: UpdateRule, *, is_elastic: bool) -> RateFollower | None:
+def follow_rates(installation: Installation) -> RateFollower | None:
     """Let a training follow the rates of links, where the fleet is to; return what is told of each step's end, if any.
 
     Raises :class:`UpdateError` where that was asked for and is not possible.
     """
+    fleet = installation.fleet
     if not fleet.replans or fleet.world_size == 1:
         return None
-    why = why_not(rule, is_elastic=is_elastic, has_helpers=bool(fleet.topology.helpers))
+    is_elastic, has_helpers = installation.elastic is not None, bool(fleet.topology.helpers)
+    why = why_not(installation.rule, is_elastic=is_elastic, has_helpers=has_helpers)
     if why is not None:
         if fleet.is_replan_asked:
             raise UpdateError(f"init(replan=True) does not go with this training: {why}; leave out replan")
@@ -135,5 +130,5 @@ def follow_rates(fleet: Fleet, training: Training, rule: UpdateRule, *, is_elast
     follower, is_first = fleet.follower, fleet.follower is None
     if follower is None:
         fleet.follower = follower = RateFollower(fleet)
-    follower.trainings.append((training, rule))
+    follower.trainings.append(installation)
     return follower if is_first else None

@@ -131,6 +131,20 @@ class Installation:
         self._register(training, going_on)
         return training
 
+    def synchronize(self) -> None:
+        """Wait until parameters and buffers are final on this rank."""
+        assert self.training is not None, "it is in place"
+        self.training.synchronize()
+
+    def plan_again(self) -> None:
+        """Move buckets as is best on the fleet's topology as it is now, between two steps; every rank calls this."""
+        assert self.training is not None, "it is in place"
+        updater = self.training.updater
+        plans, first = [bucket.plan for bucket in updater.buckets], updater.collectives.bucket_schedules[0].stream
+        schedules = _plan_schedules(self.fleet, plans, self.rule, self.optimizer, first)
+        updater.collectives.enter(self.fleet.communicator, schedules)
+        updater.divide_anew()
+
     def describe(self) -> list[str]:
         """Say in lines what a newcomer must have alike: all but the hyper-parameters, which it is given."""
         return [

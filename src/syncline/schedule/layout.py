@@ -23,7 +23,6 @@ from syncline.schedule.schedule import Schedule
 
 _MAX_WINDOW_OFFSETS = 1 << 21
 _GOLDEN_SECTION = 0.618
-_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,17 +109,6 @@ class Layout:
         ]
         slices = tuple(_clamp(offsets, start, stop) for start, stop in windows if start < stop)
         return cls(slices=slices, num_elements=num_elements)
-
-    def moved(self, before: Schedule, after: Schedule) -> Layout:
-        """Return the same slices for another schedule with the same owners: each has just the elements that it had.
-
-        Between two borders of owners, cuts lie in each slice where they lie in the whole.
-        """
-        places = [np.array(schedule.cuts) / schedule.denominator for schedule in (before, after)]
-        borders = np.flatnonzero(np.diff(before.owners[0], prepend=-1, append=-1))
-        slices = (np.interp(places[1], places[0][borders], np.array(offsets)[borders]) for offsets in self.slices)
-        moved = tuple(tuple(np.floor(each + _ROUNDING).astype(int).tolist()) for each in slices)
-        return Layout(slices=moved, num_elements=self.num_elements)
 
     @property
     def digest(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 
@@ -126,42 +126,6 @@ def plan_bucket_schedules(
     if options.spares:
         _check_room(planned, most, "with these spares", "take more hosts, or no spares")
     return tuple(planned)
-
-
-def plan_again(
-    communicator: Communicator,
-    plans: Sequence[BucketPlan],
-    options: BucketScheduleOptions,
-    before: Sequence[BucketSchedule],
-) -> tuple[BucketSchedule, ...]:
-    """Plan for a topology whose rates have changed since ``before``; each rank owns what it did.
-
-    Not for options with replicas or spares.
-    """
-    if not options.is_divided:
-        return plan_bucket_schedules(communicator, plans, options, first_stream=before[0].stream)
-    assert not any(one.spared or one.replicas for one in before), "each range has one owner"
-    owners = [_owners_of(one.schedules[Collective.REDUCE_SCATTER]) for one in before]
-    row = list(dict.fromkeys(owners))
-    steps = dict(zip(row, _steps_of_owners(communicator.topology, row, (), apart=None), strict=True))
-    return tuple(
-        replace(
-            old,
-            layout=old.layout.moved(old.schedules[Collective.REDUCE_SCATTER], steps[runs].reduce_scatter),
-            schedules={
-                Collective.REDUCE_SCATTER: steps[runs].reduce_scatter,
-                Collective.ALL_GATHER: steps[runs].all_gather,
-            },
-        )
-        for old, runs in zip(before, owners, strict=True)
-    )
-
-
-def _owners_of(schedule: Schedule) -> Runs:
-    """Return who owns how much of the data, from its beginning to its end."""
-    widths = np.diff(schedule.cuts).tolist()
-    pairs = groupby(zip(schedule.owners[0].tolist(), widths, strict=True), key=lambda pair: pair[0])
-    return tuple((owner, sum(width for _, width in run)) for owner, run in pairs)
 
 
 def _steps_of_buckets(

@@ -23,12 +23,10 @@ from syncline.updates.bucket import Bucket
 from syncline.updates.control import ControlStream
 from syncline.updates.host_portions import Portions
 from syncline.updates.peer_state import BESIDE, HeldState, PeerState, redistribute
-from syncline.updates.redistribution import StateLostError, StatePart
+from syncline.updates.redistribution import StateLostError
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Commit, Setting
-from syncline.updates.shard import Shard
 from syncline.updates.shard_view import segments_of
-from syncline.updates.sharded_statistics import ShardedStatistics
 from syncline.updates.sharded_updater import ShardedUpdater
 
 _VALUE = f"{BESIDE}value"
@@ -62,7 +60,6 @@ class ElasticShardedUpdater(ShardedUpdater):
         )
         assert setting.recover is not None and setting.start_commit is not None, "the job is elastic"  # noqa: PT018
         self._recover, self._start_commit = setting.recover, setting.start_commit
-        self._whole_parameters, self._portions = whole_parameters, portions
         self._kept = [torch.empty_like(bucket.wire_gradients) for bucket in self.buckets]
         self._begun: set[int] = set()
         """Buckets whose reductions began in the pass that is not committed."""
@@ -147,10 +144,6 @@ class ElasticShardedUpdater(ShardedUpdater):
             bucket.wire_gradients.copy_(self._kept[index])
             self._reduce(bucket)
 
-    def held_state(self) -> list[HeldState]:
-        """Return the state that this rank keeps, for :meth:`admit`; it outlives this updater."""
-        return [one for shard in self.shards for one in shard.held()]
-
     def admit(self, held: Sequence[HeldState]) -> None:
         """Go on with what the ranks of a larger job have ``held``, divided anew; every rank calls it before a step.
 
@@ -231,15 +224,8 @@ class ElasticShardedUpdater(ShardedUpdater):
         self._gradients.forget_stepped()
         self._agree_on_step(control)
         source = self._redistribute(control)
-        self.shards = [self._new_shard(bucket) for bucket in self.buckets]
-        if source is not None:
-            for shard in self.shards:
-                shard.load_state(source)
-        self._gradients.move(self.shards, source)
+        self._take_over(source)
         self._is_empty = False
-        self.replicas = schedules[0].replicas
-        self.is_in_first_replica = not self.replicas or self.collectives.rank in self.replicas[0]
-        self._statistics = ShardedStatistics.of(schedules, self._portions)
         if source is None:
             self._fresh.clear()
         else:
@@ -270,34 +256,6 @@ class ElasticShardedUpdater(ShardedUpdater):
                 raise
             self.lost_state = error
             return None
-
-    def _distance(self, source: int, destination: int) -> int:
-        """Return the number of links between two ranks."""
-        return len(self.collectives.communicator.topology.route(source, destination))
-
-    def _new_shard(self, bucket: Bucket) -> Shard:
-        schedule = self.collectives.bucket_schedules[bucket.index]
-        whole = self._whole_parameters
-        return Shard(bucket, schedule.owned, self.optimizer, whole_parameters=whole, spared=schedule.spared)
-
-    def _held(self) -> list[HeldState]:
-        """Return all that is divided, but for parameters."""
-        beside = (
-            HeldState(part=segment.part, divided=values) for segment, values in self._gradients.beside() if values
-        )
-        return [*self.held_state(), *beside]
-
-    def _wanted(self, buckets: Sequence[Bucket]) -> list[list[StatePart]]:
-        """Return what each rank is to have."""
-        schedules = self.collectives.bucket_schedules
-        return [
-            [
-                segment.part
-                for bucket in buckets
-                for segment in segments_of(bucket.plan.slots, schedules[bucket.index].held_by(rank))
-            ]
-            for rank in range(self.collectives.world_size)
-        ]
 
     def _gather_anew(self, control: ControlStream) -> None:
         """Let all ranks have the parameters that any of them lacks."""

@@ -238,6 +238,9 @@ class Updater(ABC):
         """
         raise NotImplementedError
 
+    def divide_anew(self) -> None:  # noqa: B027 - most rules divide nothing
+        """Go on, between two steps, by other schedules than before, which ``collectives`` have by now; a collective."""
+
     def make_reports(self) -> StepReports | LocalReports:
         """Return what tells the others of each pass."""
         if self._reports is not None:

@@ -25,13 +25,17 @@ from syncline.runtime.work import Work
 from syncline.runtime.worker_thread import WorkerThread
 from syncline.schedule import Collective
 from syncline.updates.bucket import Bucket
+from syncline.updates.control import ControlStream
 from syncline.updates.divided import DividedGradients, GradientsOfStep
 from syncline.updates.host_portions import Portions
 from syncline.updates.inner import hyperparameters
+from syncline.updates.peer_state import HeldState, PeerState, redistribute
 from syncline.updates.readiness import Readiness
+from syncline.updates.redistribution import StatePart
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting, Updater
 from syncline.updates.shard import Shard
+from syncline.updates.shard_view import segments_of
 from syncline.updates.sharded_statistics import ShardedStatistics
 from syncline.updates.state import StateEntry, StateSource
 from syncline.variables import process_variables
@@ -64,19 +68,11 @@ class ShardedUpdater(Updater):
         has_meter: bool = True,
     ) -> None:
         super().__init__(setting)
+        self._whole_parameters, self._portions = whole_parameters, portions
         self.defers_parameters = overlap_forward
         self._checks_stale = overlap_forward and process_variables().get("SYNCLINE_CHECK_STALE") == "1"
         bucket_schedules = self.collectives.bucket_schedules
-        self.shards = [
-            Shard(
-                bucket,
-                bucket_schedules[bucket.index].owned,
-                self.optimizer,
-                whole_parameters=whole_parameters,
-                spared=bucket_schedules[bucket.index].spared,
-            )
-            for bucket in self.buckets
-        ]
+        self.shards = [self._new_shard(bucket) for bucket in self.buckets]
         self.replicas = bucket_schedules[0].replicas
         self.is_in_first_replica = not self.replicas or self.collectives.rank in self.replicas[0]
         self._statistics = ShardedStatistics.of(bucket_schedules, portions)
@@ -193,6 +189,20 @@ class ShardedUpdater(Updater):
         for shard in self.shards:
             shard.load_state(source)
 
+    def divide_anew(self) -> None:
+        """Divide state as the schedules say that the buckets have by now, between two steps."""
+        control = ControlStream(
+            self.collectives.communicator,
+            stream=self.collectives.bucket_schedules[0].stream,
+            timeout_s=self.collectives.timeout_s,
+        )
+        self._gradients.forget_stepped()
+        self._take_over(redistribute(control, self._held(), self._wanted(self.buckets), distance=self._distance))
+
+    def held_state(self) -> list[HeldState]:
+        """Return the state that this rank keeps, which outlives this updater."""
+        return [one for shard in self.shards for one in shard.held()]
+
     def close(self) -> None:
         """End the update thread."""
         self._thread.close()
@@ -246,3 +256,43 @@ class ShardedUpdater(Updater):
             return
         bucket.unstage_parameters()
         self._ready.finish(bucket.index)
+
+    def _take_over(self, source: PeerState | None) -> None:
+        """Keep what the schedules say, with the state and gradients that ``source`` has; None: they are lost."""
+        self.shards = [self._new_shard(bucket) for bucket in self.buckets]
+        if source is not None:
+            for shard in self.shards:
+                shard.load_state(source)
+        self._gradients.move(self.shards, source)
+        schedules = self.collectives.bucket_schedules
+        self.replicas = schedules[0].replicas
+        self.is_in_first_replica = not self.replicas or self.collectives.rank in self.replicas[0]
+        self._statistics = ShardedStatistics.of(schedules, self._portions)
+
+    def _distance(self, source: int, destination: int) -> int:
+        """Return the number of links between two ranks."""
+        return len(self.collectives.communicator.topology.route(source, destination))
+
+    def _new_shard(self, bucket: Bucket) -> Shard:
+        schedule = self.collectives.bucket_schedules[bucket.index]
+        whole = self._whole_parameters
+        return Shard(bucket, schedule.owned, self.optimizer, whole_parameters=whole, spared=schedule.spared)
+
+    def _held(self) -> list[HeldState]:
+        """Return all that is divided, but for parameters."""
+        beside = (
+            HeldState(part=segment.part, divided=values) for segment, values in self._gradients.beside() if values
+        )
+        return [*self.held_state(), *beside]
+
+    def _wanted(self, buckets: Sequence[Bucket]) -> list[list[StatePart]]:
+        """Return what each rank is to have."""
+        schedules = self.collectives.bucket_schedules
+        return [
+            [
+                segment.part
+                for bucket in buckets
+                for segment in segments_of(bucket.plan.slots, schedules[bucket.index].held_by(rank))
+            ]
+            for rank in range(self.collectives.world_size)
+        ]
