@@ -159,9 +159,10 @@ def measure_again(port: Port, communicator: Communicator, *, stream: int) -> Top
         port.run(prober.open(), MARGIN_S)
     text = b""
     if communicator.rank == 0:
-        measure, flows = _measuring(port, prober, FLOW_S[0]), flows_of_links(known, leaders)
+        parts = zip(FLOW_S, flows_of_links(known, leaders), strict=True)
         try:
-            text = changed_rates(known, leaders, [measure(each) for each in flows]).to_yaml().encode()
+            rounds = [_measuring(port, prober, flow_s)(each) for flow_s, flows in parts for each in flows]
+            text = changed_rates(known, leaders, rounds).to_yaml().encode()
         except TimeoutError:
             text = known.to_yaml().encode()
     found = Topology.parse(broadcast_bytes(communicator, text).decode(), source=known.source or NAME)
@@ -184,12 +185,12 @@ def look_at(known: Topology, measure: Measure) -> float:
     return math.expm1(float(np.quantile(off, 0.75)))
 
 
-def flows_of_links(known: Topology, ranks: Sequence[int]) -> list[tuple[Flow, ...]]:
-    """Return rounds that fill every link of ``known``, each twice, which tells the noise; ``ranks[k]`` is of host k."""
+def flows_of_links(known: Topology, ranks: Sequence[int]) -> tuple[list[tuple[Flow, ...]], list[tuple[Flow, ...]]]:
+    """Return rounds of all pairs, and rounds that fill the links between switches, twice; ``ranks[k]`` is of host k."""
     there = list(tournament(len(ranks)))
     pairs = [*there, *(tuple((target, source) for source, target in flows) for flows in there)]
     across = list(rounds_across(len(ranks), _switches(known, ranks)))
-    return [*pairs, *across, *pairs, *across]
+    return pairs, [*across, *across]
 
 
 def _switches(known: Topology, ranks: Sequence[int]) -> list[Set]:

@@ -25,14 +25,16 @@ OFF = math.log(4 / 3)
 """Rates differ by a third, as a logarithm."""
 LEAST_BYTES, LEAST_BUSY_S = 1 << 20, 0.2
 """What is moved in less tells no rate."""
-_FACTORS = np.exp(np.linspace(-math.log(8), math.log(8), 13))
-_FINER = np.exp(np.linspace(-math.log(1.41), math.log(1.41), 15))
+_FACTORS = np.exp(np.linspace(-math.log(8), math.log(8), 9))
+_FINER = np.exp(np.linspace(-math.log(1.68), math.log(1.68), 21))
 _PARTS = np.linspace(0.8, 1.0, 41)
 _NEAR = 0.08
 _USUAL_PART = 0.93
 _MOST_CHANGES = 8
 _GAIN = 8.0
 """Another rate must explain so much more, in squared errors over squared noise."""
+_LEAST_PAIRS = 2
+"""So many pairs of hosts, or more, must get another rate by it: one flow in many is timed wrongly."""
 
 
 @dataclass(slots=True)
@@ -79,7 +81,11 @@ def changed_rates(known: Topology, ranks: Sequence[int], rounds: Sequence[Round]
     rates = model.rates.copy()
     loss = model.loss(rates)
     for _ in range(_MOST_CHANGES):
-        scored = [(model.loss(each), place, factor) for place, factor, each in model.changes(rates)]
+        scored = [
+            (model.loss(each), place, factor)
+            for place, factor, each in model.changes(rates)
+            if model.num_pairs_of(rates, each) >= _LEAST_PAIRS
+        ]
         least, place, factor = min(scored, default=(loss, 0, 1.0))
         if least > loss - _GAIN:
             break
@@ -101,12 +107,14 @@ class _Model:
         self.rates = np.array([dict(known.links())[link.child].bytes_per_s(link.direction) for link in self.links])
         numbers = {link: number for number, link in enumerate(self.links)}
         shape = (len(rounds), max(len(each.flows) for each in rounds))
+        self._pairs = np.full(shape, -1)
         self._crosses = np.zeros((*shape, len(self.links)), bool)
         self._measured = np.full(shape, np.nan)
         self._noise, self._part = noise_of(rounds), 1.0
         for row, each in enumerate(rounds):
             for column, (source, target) in enumerate(each.flows):
                 self._measured[row, column] = max(each.rates[column], 1.0)
+                self._pairs[row, column] = source * len(ranks) + target
                 for link in known.route(ranks[source], ranks[target]):
                     self._crosses[row, column, numbers[link]] = True
         is_of_switch = [isinstance(known.node(link.child), Switch) for link in self.links]
@@ -130,6 +138,13 @@ class _Model:
         mean = off.sum(axis=(0, 1)) / np.maximum(self._crosses.sum(axis=(0, 1)), 1)
         places = np.flatnonzero((mean >= OFF / 3) & np.isfinite(rates)).tolist()
         return [(place, factor, _changed(rates, place, factor)) for place in places for factor in _FACTORS.tolist()]
+
+    def num_pairs_of(self, rates: np.ndarray, others: np.ndarray) -> int:
+        """Return how many pairs of hosts get a rate by the ones that is a tenth off that by the others."""
+        one, other = (fair_shares(self._crosses, each) for each in (rates, others))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            is_other = np.abs(np.log(one / other)) > 0.1
+        return len(set(self._pairs[is_other & (self._pairs >= 0)].tolist()))
 
     def loss(self, rates: np.ndarray) -> float:
         """Return how badly these rates explain what was measured (Huber's loss)."""
