@@ -33,6 +33,8 @@ _USUAL_PART = 0.93
 _MOST_CHANGES = 8
 _GAIN = 8.0
 """Another rate must explain so much more, in squared errors over squared noise."""
+_MOST_NOISE = 0.2
+"""Busy processors disturb some flows by more; a third is to be seen still."""
 _LEAST_PAIRS = 2
 """So many pairs of hosts, or more, must get another rate by it: one flow in many is timed wrongly."""
 
@@ -50,6 +52,10 @@ class TrafficWatch:
     def begin(self, now_s: float, moved: Mapping[int, tuple[int, float]]) -> None:
         """Learn anew what is usual; ``moved`` is by peer what was sent, and for how many seconds that was busy."""
         self._began_s, self._before, self._usual, self._num_off = now_s, moved, {}, {}
+
+    def skip(self, now_s: float, moved: Mapping[int, tuple[int, float]]) -> None:
+        """Leave out what was moved since the last window."""
+        self._began_s, self._before = now_s, moved
 
     def see(self, now_s: float, moved: Mapping[int, tuple[int, float]]) -> None:
         """Take note of what was moved up to now."""
@@ -110,7 +116,7 @@ class _Model:
         self._pairs = np.full(shape, -1)
         self._crosses = np.zeros((*shape, len(self.links)), bool)
         self._measured = np.full(shape, np.nan)
-        self._noise, self._part = noise_of(rounds), 1.0
+        self._noise, self._part = min(noise_of(rounds), _MOST_NOISE), 1.0
         for row, each in enumerate(rounds):
             for column, (source, target) in enumerate(each.flows):
                 self._measured[row, column] = max(each.rates[column], 1.0)

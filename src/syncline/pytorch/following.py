@@ -97,7 +97,10 @@ class RateFollower:
         self._tell(step, before, found, now_s - began_s)
         self._rests_until_s = 0.0 if is_changed else now_s + self._rest_s
         self._rest_s = FIRST_REST_S if is_changed else min(2 * self._rest_s, LONGEST_REST_S)
-        self._watch.begin(now_s, self._moved())
+        if is_changed:  # else what was usual stays so, and what is off is measured again after a while
+            self._watch.begin(now_s, self._moved())
+        else:
+            self._watch.skip(now_s, self._moved())
         self._looked_at = step, now_s
 
     def _tell(self, step: int, before: Topology, found: Topology, seconds: float) -> None:
