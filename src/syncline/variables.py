@@ -15,7 +15,7 @@ from typing import TextIO
 
 from syncline.errors import ConfigurationError
 
-BEHIND, METRICS = "SYNCLINE_BEHIND", "SYNCLINE_METRICS"
+BEHIND, FLIGHT, METRICS = "SYNCLINE_BEHIND", "SYNCLINE_FLIGHT_RECORD", "SYNCLINE_METRICS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +136,11 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
         name="SYNCLINE_LOG_DIR",
         argument="syncline run --log-dir",
         meaning="folder where the launcher writes each rank's output, rank-N.log",
+    ),
+    EnvironmentVariable(
+        name=FLIGHT,
+        argument="syncline run --log-dir",
+        meaning="folder where ranks write their last calls at a failure, at the end, and on SIGUSR1",
     ),
     EnvironmentVariable(
         name=BEHIND,

@@ -10,14 +10,14 @@ import pytest
 from syncline.fabric.progress import PHASES, Progress
 from syncline.fabric.statistics import FabricStatistics
 from syncline.runtime.control import ControlError
-from syncline.runtime.lookout import Lookout, PaceReport, all_links, take_pace
+from syncline.runtime.lookout import Lookout, PaceReport, rated_links, take_pace
 from syncline.topology import DirectedLink, Topology
 
 RACKS = Topology.parse(
     "{topology: racks, switch: s, children: [{host: a, uplink: 80 Mbit/s}, {host: b, uplink: 80 Mbit/s}, "
     "{host: c, uplink: 80 Mbit/s}]}"
 )
-LINKS = all_links(RACKS)
+LINKS = list(rated_links(RACKS))
 HEALTHY = {"elsewhere": 0.02, "forward": 0.1, "backward": 0.2, "step": 0.1}
 """Parts of each second; the rest is waited."""
 

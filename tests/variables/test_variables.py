@@ -80,7 +80,12 @@ LAUNCHERS = {
     if variable.argument == "init(rank=, world_size=)"
 }
 OF_ELASTIC_JOBS = {"SYNCLINE_JOIN", "SYNCLINE_ELASTIC", "SYNCLINE_MIN_RANKS"}
-OF_RUN = {"SYNCLINE_BEHIND": "20", "SYNCLINE_METRICS": "9470", "SYNCLINE_LOG_DIR": "logs"}
+OF_RUN = {
+    "SYNCLINE_BEHIND": "20",
+    "SYNCLINE_METRICS": "9470",
+    "SYNCLINE_LOG_DIR": "logs",
+    "SYNCLINE_FLIGHT_RECORD": "records",
+}
 APART = {"SYNCLINE_CHECK_STALE", "NO_COLOR", "FORCE_COLOR", *OF_ELASTIC_JOBS, *OF_RUN}
 """Those with a test of their own."""
 
@@ -202,6 +207,9 @@ def test_what_run_is_told_of_watching_goes_before_its_variables(
         monkeypatch.setenv(name, value)
     told = _base_variables(Request(command=(), behind="30", metrics="9471"))
     assert (told["SYNCLINE_BEHIND"], told["SYNCLINE_METRICS"]) == ("30", "9471")
+    assert told["SYNCLINE_FLIGHT_RECORD"] == "records"
+    asked = _base_variables(Request(command=(), log_folder=tmp_path))
+    assert asked["SYNCLINE_FLIGHT_RECORD"] == str(tmp_path)
     assert behind_limit_s() == 20.0
     for text, limit_s in (("off", math.inf), ("", 60.0)):
         monkeypatch.setenv("SYNCLINE_BEHIND", text)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from ipaddress import ip_address
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, NoReturn
 
@@ -22,7 +23,7 @@ from syncline.pytorch.user_secret import user_secret
 from syncline.runtime import CommunicationLoop, Communicator, match_topology
 from syncline.schedule import with_gateways_chosen
 from syncline.topology import Topology
-from syncline.variables import process_variables
+from syncline.variables import FLIGHT, process_variables
 
 CONNECT_MARGIN_S = 30.0
 """The fabric keeps its own deadlines; this is for a loop that does not answer."""
@@ -97,6 +98,8 @@ def connect(environment: Environment, open_store: Callable[[Environment], Store]
     try:
         if environment.world_size > 1:  # whoever still looks into rank 0's store when it ends prints pages of that
             communicator.sum_bytes(bytearray(1), label="start")
+        if folder := process_variables().get(FLIGHT):
+            communicator.write_flight(Path(folder).absolute())
     except BaseException:
         communicator.abort()
         raise

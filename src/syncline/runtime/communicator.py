@@ -8,6 +8,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Unpack
 
 from syncline.errors import SynclineError
@@ -19,8 +20,9 @@ from syncline.runtime.connection_classes import ConnectionClasses
 from syncline.runtime.control import Failure, Tally, encode_pace
 from syncline.runtime.engine import Engine
 from syncline.runtime.failures import CRASH, LOSSES, PEER_LOST, reason_of
+from syncline.runtime.flight_recorder import FlightRecorder
 from syncline.runtime.group import GroupFabric, place_in_job
-from syncline.runtime.lookout import REPORT_S, Lookout, PaceReport, all_links, take_pace
+from syncline.runtime.lookout import REPORT_S, Lookout, PaceReport, rated_links, take_pace
 from syncline.runtime.loop import CommunicationLoop
 from syncline.runtime.plans import Planner, Plans, Target, plan_best
 from syncline.runtime.port import Port
@@ -67,6 +69,7 @@ class Communicator:
         max_inflight_bytes: int | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         on_close: Callable[[], None] | None = None,
+        recorder: FlightRecorder | None = None,
     ) -> None:
         topology.check_world_size(fabric.world_size)
         self.rank, self.world_size = fabric.rank, fabric.world_size
@@ -76,6 +79,7 @@ class Communicator:
         self.timeout_s = timeout_s
         self._loop = loop
         self._fabric = fabric
+        self._recorder = recorder or FlightRecorder()
         self.progress = fabric.progress
         """Where the training thread is; who waits in any other way than by a :class:`Work` says so here."""
         if self.trace.enabled:
@@ -184,6 +188,7 @@ class Communicator:
         """
         self._loop.check_process()  # what is made in shared memory needs no loop
         work = Work(call.what, timeout_s=call.timeout_s, loop=self._loop, progress=self.progress)
+        work.record = self._recorder.note(call, self.members)
         is_awaited = is_awaited and not self._loop.is_current()
         if not self._loop.is_current():
             self.progress.touch()
@@ -313,7 +318,8 @@ class Communicator:
         """Return a communicator of some ranks, this among them (see :class:`GroupFabric`); close it before this one."""
         fabric = GroupFabric(self._fabric, self._relay, ranks, streams=streams)
         shape, planner = self.topology.restricted(fabric.members), self._plans.planner
-        return Communicator(self._loop, fabric, shape, trace=self.trace, planner=planner, timeout_s=self.timeout_s)
+        shared = {"trace": self.trace, "recorder": self._recorder}
+        return Communicator(self._loop, fabric, shape, planner=planner, timeout_s=self.timeout_s, **shared)
 
     def give_up(self, why: str | SynclineError) -> None:
         """End all calls, now and later, here and on the other ranks, for what went wrong beside them; from any thread.
@@ -397,7 +403,7 @@ class Communicator:
         if self.rank == 0:
             clock = self._loop.clock
             lookout = Lookout(self.topology, self._fabric.describe_peer, behind_s=behind_s, now_s=clock.time())
-            num_links = len(all_links(self.topology))
+            num_links = len(rated_links(self.topology))
             self._engine.on_pace = lambda peer, body: lookout.hear(
                 peer, PaceReport.decode(body, num_links), clock.time()
             )
@@ -416,6 +422,12 @@ class Communicator:
         elif not self._fabric.is_lost(0):
             self._fabric.send_control(0, encode_pace(report.encode()))
         self._loop.clock.call_later(max(REPORT_S, self.world_size / 64), self._tell_pace, lookout)
+
+    def write_flight(self, folder: Path) -> None:
+        """Write the last calls to ``folder`` when calls fail or this closes, and when the process gets SIGUSR1."""
+        number = self.members[self.rank]
+        self._recorder.write_in_time(folder, number)
+        self.watch_failure(lambda _: self._recorder.write(folder, number))
 
     def _flush_trace(self) -> None:
         if not self._is_closed:

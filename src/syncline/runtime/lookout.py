@@ -54,7 +54,7 @@ class PaceReport:
     waited_s: float
     steps_s: float
     link_bytes: tuple[int, ...]
-    """What it has put on each link in each direction, in the order of :func:`all_links`."""
+    """What it has put on each link, in the order of :func:`rated_links`."""
 
     def encode(self) -> bytes:
         """Return it as it travels."""
@@ -86,15 +86,20 @@ class PaceReport:
         )
 
 
-def all_links(topology: Topology) -> tuple[DirectedLink, ...]:
-    """Return each direction of each link, in one order on all ranks."""
-    return tuple(DirectedLink(name, way) for name, _ in topology.links() for way in ("up", "down"))
+def rated_links(topology: Topology) -> dict[DirectedLink, float]:
+    """Return each direction of a link whose rate is known, with that (bytes per second), in one order on all ranks."""
+    found: dict[DirectedLink, float] = {}
+    for name, link in topology.links():
+        found[DirectedLink(name, "up")] = link.up_bytes_per_s
+        found[DirectedLink(name, "down")] = link.down_bytes_per_s
+    return {link: rate for link, rate in found.items() if math.isfinite(rate)}
 
 
 def take_pace(progress: Progress, moved: FabricStatistics, topology: Topology) -> PaceReport:
     """Return what this rank has done until now."""
     own_s, waited_s = progress.own_s()
-    bytes_of = link_bytes(moved, topology)
+    rates = rated_links(topology)
+    bytes_of = link_bytes(moved, topology) if rates else {}
     return PaceReport(
         phase=progress.phase,
         is_waiting=progress.is_idle,
@@ -104,7 +109,7 @@ def take_pace(progress: Progress, moved: FabricStatistics, topology: Topology) -
         own_s=tuple(own_s.values()),
         waited_s=waited_s,
         steps_s=progress.steps_s,
-        link_bytes=tuple(bytes_of.get(link, 0) for link in all_links(topology)),
+        link_bytes=tuple(bytes_of.get(link, 0) for link in rates),
     )
 
 
@@ -129,8 +134,7 @@ class Lookout:
     """
 
     def __init__(self, topology: Topology, describe: Callable[[int], str], *, behind_s: float, now_s: float) -> None:
-        self._topology = topology
-        self._links = all_links(topology)
+        self._rates = rated_links(topology)
         self._describe = describe
         self._behind_s = behind_s
         self._heard: dict[int, deque[tuple[float, PaceReport]]] = {}
@@ -257,18 +261,11 @@ class Lookout:
 
     def _full_link(self, shares: Sequence[Share]) -> tuple[str, str]:
         waited = median(share.waited for share in shares)
-        rates = dict(self._topology.links())
-        used = {}
-        for number, link in enumerate(self._links):
-            rate = rates[link.child]
-            most = rate.up_bytes_per_s if link.direction == "up" else rate.down_bytes_per_s
-            if math.isfinite(most):
-                used[link] = sum(share.link_bytes_per_s[number] for share in shares) / most
+        moved = [sum(each) for each in zip(*(share.link_bytes_per_s for share in shares), strict=True)]
+        used = {link: bytes_per_s / self._rates[link] for link, bytes_per_s in zip(self._rates, moved, strict=True)}
         fullest = max(used, key=lambda link: used[link], default=None)
         if fullest is None or waited < LEAST_WAIT or used[fullest] < max(LEAST_USE, 0.8 * waited):
             return "", ""
-        rate = rates[fullest.child]
-        most = rate.up_bytes_per_s if fullest.direction == "up" else rate.down_bytes_per_s
         name = f"the link of {fullest.child} {fullest.direction}"
-        moves = f"{used[fullest]:.0%} of {format_rate(most)} is used"
+        moves = f"{used[fullest]:.0%} of {format_rate(self._rates[fullest])} is used"
         return name, f"{name} holds the ranks up: {moves}, and they wait {waited:.0%} of the time"

@@ -11,6 +11,7 @@ from functools import partial
 from syncline.arguments import is_number
 from syncline.errors import ConfigurationError, DeadlineError, FabricClosedError
 from syncline.fabric import Progress
+from syncline.runtime.flight_recorder import CallRecord
 from syncline.runtime.loop import CommunicationLoop
 
 GRACE_S = 30.0
@@ -33,7 +34,18 @@ class Work:
     >>> first.close(); second.close()
     """
 
-    __slots__ = ("_callbacks", "_error", "_event", "_lock", "_loop", "_make", "_progress", "_timeout_s", "label")
+    __slots__ = (
+        "_callbacks",
+        "_error",
+        "_event",
+        "_lock",
+        "_loop",
+        "_make",
+        "_progress",
+        "_timeout_s",
+        "label",
+        "record",
+    )
 
     def __init__(
         self, label: str, *, timeout_s: float, loop: CommunicationLoop, progress: Progress | None = None
@@ -47,6 +59,8 @@ class Work:
         self._callbacks: list[Callable[[Work], None]] = []
         self._error: BaseException | None = None
         self._make: Make | None = None
+        self.record: CallRecord | None = None
+        """What is kept of the call when it is over."""
 
     def __repr__(self) -> str:
         state = "under way" if not self._event.is_set() else "done" if self._error is None else f"failed: {self._error}"
@@ -117,8 +131,7 @@ class Work:
         """End it; called once, on the communication loop's thread."""
         with self._lock:
             assert not self._event.is_set(), f"{self.label} ended twice"
-            self._error = error
-            self._event.set()
+            self._set(error)
         for callback in self._callbacks:
             callback(self)
         self._callbacks.clear()
@@ -129,13 +142,18 @@ class Work:
             self._make = None
             has_callbacks = bool(self._callbacks)
             if not has_callbacks:
-                self._error = error
-                self._event.set()
+                self._set(error)
         if has_callbacks:
             try:
                 self._loop.call_soon(self.finish, error)
             except FabricClosedError:
                 self.finish(error)
+
+    def _set(self, error: BaseException | None) -> None:
+        self._error = error
+        if self.record is not None:
+            self.record.end(error)
+        self._event.set()
 
     def _wait(self, limit_s: float) -> None:
         until_s = time.monotonic() + limit_s

@@ -28,7 +28,7 @@ from syncline.cli.launcher.terminal import Terminal, labels
 from syncline.errors import ConfigurationError
 from syncline.last_words import LAST_WORDS
 from syncline.topology import Topology
-from syncline.variables import BEHIND, METRICS, process_variables
+from syncline.variables import BEHIND, FLIGHT, METRICS, process_variables
 
 ON_PREEMPTION = "SYNCLINE_ON_PREEMPTION"
 NOTICE_S = 25.0
@@ -118,7 +118,8 @@ def _run_in(scratch: Path, request: Request, job: Job, host: str | None, termina
 
 def _base_variables(request: Request) -> Mapping[str, str]:
     """Return this process's variables, with what was asked for as the ranks are told it."""
-    asked = {ON_PREEMPTION: request.on_preemption, BEHIND: request.behind, METRICS: request.metrics}
+    logs = None if request.log_folder is None else str(request.log_folder.absolute())
+    asked = {ON_PREEMPTION: request.on_preemption, BEHIND: request.behind, METRICS: request.metrics, FLIGHT: logs}
     return {**process_variables(), **{name: value for name, value in asked.items() if value is not None}}
 
 
