@@ -318,8 +318,8 @@ class Communicator:
         """Return a communicator of some ranks, this among them (see :class:`GroupFabric`); close it before this one."""
         fabric = GroupFabric(self._fabric, self._relay, ranks, streams=streams)
         shape, planner = self.topology.restricted(fabric.members), self._plans.planner
-        shared = {"trace": self.trace, "recorder": self._recorder}
-        return Communicator(self._loop, fabric, shape, planner=planner, timeout_s=self.timeout_s, **shared)
+        make = partial(Communicator, self._loop, fabric, shape, trace=self.trace, recorder=self._recorder)
+        return make(planner=planner, timeout_s=self.timeout_s)
 
     def give_up(self, why: str | SynclineError) -> None:
         """End all calls, now and later, here and on the other ranks, for what went wrong beside them; from any thread.
