@@ -75,7 +75,9 @@ def test_all_ranks_plan_again_and_train_on_as_if_nothing_had_been(
             torch.nn.init.uniform_(parameter, generator=torch.Generator().manual_seed(parameter.numel()))
         model, optimizer = syncline.distribute(model, torch.optim.Adam(model.parameters(), lr=0.01), rule, fleet=fleet)
         if optimizer.follower is not None:
-            suspect = SimpleNamespace(begin=lambda *_: 0, see=lambda *_: 0, is_suspicious=fleet.rank == 2)
+            suspect = SimpleNamespace(
+                **dict.fromkeys(("begin", "see", "skip"), lambda *_: 0), is_suspicious=fleet.rank == 2
+            )
             optimizer.follower._watch = suspect
         for step in range(6):
             batch = torch.randn(4, 100, generator=torch.Generator().manual_seed(10 * step + fleet.rank))
