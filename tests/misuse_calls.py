@@ -17,9 +17,11 @@ from torch import distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncline
+import syncline.testing
 from syncline import Topology
 from syncline.pytorch.fleet import Fleet, enter_fleet
 from syncline.runtime import communicators_in_memory
+from syncline.runtime.reduction import numpy_reduction
 from syncline.schedule import Collective, plan_sharded_step, plan_tree
 
 Right = tuple[Callable[..., object], dict[str, Any]]
@@ -72,6 +74,8 @@ STEP = plan_sharded_step(TOPOLOGY, 1 << 20)
 LINK = syncline.topology.Link.unlimited()
 RANK = syncline.topology.Rank(rank=0)
 HOST = syncline.topology.Host(name="h", link=LINK, ranks=(RANK,))
+ALONE = plan_tree(Topology.flat(1), Collective.ALL_REDUCE)
+BUFFER, SUM = memoryview(bytearray(8)), numpy_reduction("float32")
 PLANNED: dict[str, Any] = {"topology": TOPOLOGY, "collective": Collective.BROADCAST}
 
 
@@ -96,6 +100,10 @@ def tensor_call(name: str, *parts: str) -> Callable[[World], Right]:
 
 def of_optimizer(name: str, **given: Any) -> Callable[[World], Right]:
     return lambda world: (getattr(world.optimizer, name), given)
+
+
+def of_communicator(call: str, **given: Any) -> Callable[[World], Right]:
+    return lambda world: (getattr(world.fleet.communicator, call), given)
 
 
 def saving(call: Callable[..., object], **given: Any) -> Callable[[World], Right]:
@@ -212,6 +220,7 @@ CALLS: dict[str, Callable[[World], Right]] = {
         Topology.imported,
         {"text": "SwitchName=s Nodes=n[1-4]", "origin": "slurm"},
     ),
+    "syncline.Topology.render": lambda world: (TOPOLOGY.render, {}),
     "syncline.Topology.host_of": lambda world: (TOPOLOGY.host_of, {"rank": 0}),
     "syncline.Topology.ranks_of": lambda world: (TOPOLOGY.ranks_of, {"host_name": "h0"}),
     "syncline.Topology.node": lambda world: (TOPOLOGY.node, {"name": "h0"}),
@@ -274,14 +283,26 @@ CALLS: dict[str, Callable[[World], Right]] = {
         syncline.schedule.CostModel.of_emulated_network,
         {"num_processors": 2},
     ),
+    # what is below the fleet
+    "syncline.runtime.Communicator.is_lost": of_communicator("is_lost", rank=0),
+    "syncline.runtime.Communicator.plan": of_communicator("plan", collective=Collective.ALL_REDUCE, num_bytes=8),
+    "syncline.runtime.Communicator.layout": of_communicator("layout", schedule=ALONE, num_elements=2, itemsize=4),
+    "syncline.runtime.Communicator.all_reduce": of_communicator("all_reduce", buffer=BUFFER, reduction=SUM),
+    "syncline.runtime.Communicator.reduce_scatter": of_communicator("reduce_scatter", buffer=BUFFER, reduction=SUM),
+    "syncline.runtime.Communicator.all_gather": of_communicator("all_gather", buffer=BUFFER),
+    "syncline.runtime.Communicator.broadcast": of_communicator("broadcast", buffer=BUFFER),
+    "syncline.runtime.Communicator.open_port": of_communicator("open_port", name="p"),
+    "syncline.runtime.Communicator.open_group": of_communicator("open_group", ranks=[0], streams=range(8)),
+    "syncline.runtime.Communicator.abort": of_communicator("abort", reason="enough"),
     # in memory
+    "syncline.testing.run_ranks": lambda world: (syncline.testing.run_ranks, {"ranks": 1, "body": lambda _: None}),
     "syncline.runtime.communicators_in_memory": lambda world: (
         syncline.runtime.communicators_in_memory,
         {"num_ranks": 1},
     ),
     "syncline.fabric.memory_fabrics": lambda world: (connect_fabrics, {"world_size": 1}),
 }
-RULES = ("syncline.AllReduce", "syncline.Sharded", "syncline.Overlapped", "syncline.Clustered")
+RULES = ("syncline.AllReduce", "syncline.Sharded", "syncline.LocalSteps", "syncline.Overlapped", "syncline.Clustered")
 NOT_CALLED: dict[str, str] = {
     **dict.fromkeys(
         (
@@ -337,8 +358,9 @@ NOT_CALLED: dict[str, str] = {
         "what planners make, which verify() judges, and that judges it",
     ),
     **dict.fromkeys(
-        ("syncline.fabric.Fabric", "syncline.fabric.FabricListener", "syncline.runtime.Communicator"),
-        "what is below the fleet, and is called for every bucket: assertions alone guard it",
+        ("syncline.fabric.Fabric", "syncline.fabric.FabricListener"),
+        "the protocol of a transport, whose calls are the communicator's alone",
     ),
+    "syncline.runtime.Communicator": "init() makes it; the library makes those of its calls that are not tried",
 }
 """Why users do not make a call, by its name, or that of its class."""

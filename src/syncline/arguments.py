@@ -23,7 +23,7 @@ from numbers import Integral
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, Unpack, cast, get_args, get_origin, get_type_hints
 
 from syncline.errors import ConfigurationError, SynclineError, escape_text
 
@@ -108,7 +108,8 @@ def check_fields(settings: Any, error: type[SynclineError] = ConfigurationError)
 
 def _refusal(owner: str, name: str, kind: _Kind, value: object) -> str:
     if isinstance(value, type):
-        return f"{owner}: {name} must be {kind.what}, not the class {value.__name__}; give an object"
+        remedy = "" if "class" in kind.what else "; give an object"
+        return f"{owner}: {name} must be {kind.what}, not the class {value.__name__}{remedy}"
     return f"{owner}: {name} must be {kind.what}, not {escape_text(repr(value), max_chars=200)}"
 
 
@@ -126,7 +127,16 @@ def _kinds_of(owner: Any) -> Mapping[str, _Kind]:
     for base in reversed(inspect.getmro(owner) if isinstance(owner, type) else [owner]):
         names |= vars(sys.modules[base.__module__])
     hints = get_type_hints(owner, localns=names, include_extras=True)
-    return {name: _kind(hints.get(name, Any)) for name in inspect.signature(owner).parameters}
+    kinds = dict[str, _Kind]()
+    for name in inspect.signature(owner).parameters:
+        hint = hints.get(name, Any)
+        if get_origin(hint) is Unpack:
+            settings = get_type_hints(get_args(hint)[0], localns=names, include_extras=True)
+            kinds[name] = _Kind(lambda _: False, f"left out: settings are {', '.join(sorted(settings))}")
+            kinds |= {key: _kind(each) for key, each in settings.items()}
+        else:
+            kinds[name] = _kind(hint)
+    return kinds
 
 
 def _kind(hint: Any) -> _Kind:
@@ -143,6 +153,10 @@ def _kind(hint: Any) -> _Kind:
         kind = _kind(hint.__bound__ or Any)
     elif origin is abc.Callable:
         kind = _Kind(callable, "a function")
+    elif origin is type:
+        kind = _Kind(
+            lambda value: isinstance(value, type) and issubclass(value, inner[0]), f"a {inner[0].__name__} class"
+        )
     elif origin is not None and issubclass(origin, abc.Mapping):
         kind = _mapping(_kind(inner[0]), _kind(inner[1]))
     elif origin is not None and origin.__module__ in {"builtins", abc.__name__}:

@@ -414,8 +414,8 @@ def failing_checkpoints() -> Tensors:
 def sharded_tensors() -> Tensors:
     """The older class of sharded tensors, saved, and loaded in other parts; a checkpoint that goes around in a ring."""
 
-    def made(ranks: Sequence[int], fill: float) -> sharded_tensor.ShardedTensor:
-        spec = ChunkShardingSpec(dim=0, placements=[f"rank:{rank}/cpu" for rank in ranks])
+    def made(ranks: Sequence[int], fill: float, dim: int = 0) -> sharded_tensor.ShardedTensor:
+        spec = ChunkShardingSpec(dim=dim, placements=[f"rank:{rank}/cpu" for rank in ranks])
         result = sharded_tensor.full(spec, (9, 3), fill)
         for shard in result.local_shards():
             shard.tensor.add_(RANK)
@@ -423,9 +423,9 @@ def sharded_tensors() -> Tensors:
 
     folder = shared_folder()
     dcp.save({"parts": made([0, 1, 2, 3], 5.0)}, checkpoint_id=folder)
-    loaded = {"parts": made([3, 1, 0, 2], 0.0)}
-    dcp.load(loaded, checkpoint_id=folder)
-    yield loaded["parts"].local_shards()[0].tensor
+    for loaded in ({"parts": made([3, 1, 0, 2], 0.0)}, {"parts": made([0, 1, 2, 3], 0.0, dim=1)}):
+        dcp.load(loaded, checkpoint_id=folder)
+        yield from (shard.tensor for shard in loaded["parts"].local_shards())
     state = {
         "plain": numbers(3, 5, seed=RANK).t(),
         "divided": DTensor.from_local(numbers(2, 2, seed=RANK), flat(), [Shard(0)]),

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
+from syncline.arguments import checked
 from syncline.errors import SynclineError
 from syncline.fabric import ABORTED, Fabric, FabricOptions, PeerStalls, Rendezvous, Store, connect_tcp
 from syncline.fabric.open_files import check_open_files
@@ -153,10 +154,12 @@ class Communicator:
         """The error that every call ends with from now on; None as long as all is well."""
         return self._engine.failure_error()
 
+    @checked
     def is_lost(self, rank: int) -> bool:
         """Whether ``rank`` is lost, or has left; from any thread."""
         return self._fabric.is_lost(rank)
 
+    @checked
     def plan(self, collective: Collective, num_bytes: int, *, target: Target = "balanced", root: int = 0) -> Schedule:
         """Return the schedule for a buffer of ``num_bytes`` (remembered; the same on every rank)."""
         return self._plans.schedule(collective, num_bytes, target=target, root=root)
@@ -177,6 +180,7 @@ class Communicator:
         """About how large a slice is of a buffer of ``num_bytes`` that moves beside many others."""
         return self._plans.bucket_slice_bytes(num_bytes)
 
+    @checked
     def layout(self, schedule: Schedule, num_elements: int, itemsize: int) -> Layout:
         """Return how a buffer of ``num_elements`` is cut in slices for ``schedule`` (remembered)."""
         return self._plans.layout(schedule, num_elements, itemsize)
@@ -244,10 +248,12 @@ class Communicator:
         )
         return self.submit(call, is_awaited=settings.get("is_awaited", False))
 
+    @checked
     def all_reduce(self, buffer: memoryview, reduction: Reduction, **settings: Unpack[CallSettings]) -> Work:
         """Sum ``buffer`` (or what ``reduction`` does) over all ranks, in place and on every rank."""
         return self.start(self.plan(Collective.ALL_REDUCE, buffer.nbytes), buffer, reduction, **settings)
 
+    @checked
     def reduce_scatter(
         self, buffer: memoryview, reduction: Reduction, *, parts: Sequence[int] = (), **settings: Unpack[CallSettings]
     ) -> Work:
@@ -258,6 +264,7 @@ class Communicator:
         schedule = self.plan(Collective.REDUCE_SCATTER, buffer.nbytes, target="rank_order")
         return self.start(schedule, buffer, reduction, parts=parts, **settings)
 
+    @checked
     def all_gather(
         self,
         buffer: memoryview,
@@ -276,6 +283,7 @@ class Communicator:
         kind = reduction or numpy_reduction("uint8")
         return self.start(schedule, buffer, kind, parts=parts, own_part=own_part, **settings)
 
+    @checked
     def broadcast(self, buffer: memoryview, *, root: int = 0, **settings: Unpack[CallSettings]) -> Work:
         """Give every rank what ``root`` has in ``buffer``."""
         schedule = self.plan(Collective.BROADCAST, buffer.nbytes, root=root)
@@ -285,6 +293,7 @@ class Communicator:
         """Sum a few bytes over all ranks, and wait for it: by what is planned soonest, whatever is fastest."""
         self.start(self._plans.at_hand, memoryview(numbers), numpy_reduction("uint8"), label=label).wait()
 
+    @checked
     def barrier(self, **settings: Unpack[CallSettings]) -> Work:
         """End when every rank has called it."""
         settings = {"label": "barrier", **settings}
@@ -310,10 +319,12 @@ class Communicator:
             self._relay.handlers.append(made.on_lost)
         return segment is not None
 
+    @checked
     def open_port(self, name: str) -> Port:
         """Return a port for messages beside the collectives; both ends of a message must give it the same ``name``."""
         return Port(self._loop, self._fabric, self._relay, signature=zlib.crc32(name.encode()))
 
+    @checked
     def open_group(self, ranks: Sequence[int], *, streams: range) -> Communicator:
         """Return a communicator of some ranks, this among them (see :class:`GroupFabric`); close it before this one."""
         fabric = GroupFabric(self._fabric, self._relay, ranks, streams=streams)
@@ -381,6 +392,7 @@ class Communicator:
         finally:
             self._released()
 
+    @checked
     def abort(self, reason: str = "") -> None:
         """Release everything at once; the others see this rank as lost, and why. A second call does nothing."""
         if self._is_closed or self.is_of_parent:

@@ -86,7 +86,7 @@ def value_at(marked: MarkedData, location: Sequence[str | int], kind: type[T], d
             raise marked.error(location[:depth], f"key {step!r} is missing; is the file of this format?")
         value = value[step]
     if not isinstance(value, kind):
-        what = repr(location[-1]) if location else "the file"
+        what = repr(location[-1]) if location else "the text of the file"
         raise marked.error(location, f"{what} is not a {_NAMES.get(kind, kind.__name__)}; is it of this format?")
     return value
 

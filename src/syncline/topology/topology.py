@@ -249,6 +249,7 @@ class Topology:
         """Yield every node, depth first, in file order."""
         return walk(self.root)
 
+    @checked
     def render(self, *, as_mermaid: bool = False) -> str:
         """Draw the tree as text, a switch or host on each line with the rate of the link above, or as a flowchart."""
         from syncline.topology.rendering import render_flowchart, render_topology
