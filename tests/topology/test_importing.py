@@ -89,7 +89,7 @@ def test_names_that_mean_two_places_get_their_own():
     ("text", "line", "message"),
     [
         ("", 1, "the file names no switch"),
-        ("some: text", 1, "the file is not a list"),
+        ("some: text", 1, "the text of the file is not a list"),
         ("SwitchName=", 1, "'SwitchName=' is not understood"),
         ("SwitchName=a Nodes=x\nSwitchName=b Nodes=y", 2, "nothing joins the switches a,b; add one above them"),
         ("SwitchName=a Switches=b\nSwitchName=b Switches=a", 1, "every switch is below another"),
