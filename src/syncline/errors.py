@@ -16,12 +16,12 @@ class SynclineError(RuntimeError):
 
     It is a RuntimeError because that is what programs written for ``torch.distributed`` catch.
 
-    >>> text = "{topology: pair, switch: s, children: [{host: a, uplink: 1 Gbps}]}"
+    >>> text = "{topology: pair, switch: s, children: [{host: a, uplink: 1 Gbps/s}]}"
     >>> try:
     ...     syncline.Topology.parse(text, source="net.yaml")
     ... except syncline.SynclineError as error:
     ...     print(error)
-    Topology 'net.yaml' line 1: link rate '1 Gbps' is not a rate; write '1 Gbit/s'
+    Topology 'net.yaml' line 1: link rate '1 Gbps/s' is not a rate; write '1 Gbit/s'
     """
 
     ranks_at_fault: tuple[int, ...] = ()
@@ -54,9 +54,9 @@ class UnitError(ConfigurationError):
     """A quantity such as ``"10 Gbit/s"`` cannot be parsed.
 
     >>> from syncline.units import parse_rate
-    >>> parse_rate("1 Gbps")
+    >>> parse_rate("1 Gbps/s")
     Traceback (most recent call last):
-    syncline.errors.UnitError: '1 Gbps' is not a rate; write '1 Gbit/s'
+    syncline.errors.UnitError: '1 Gbps/s' is not a rate; write '1 Gbit/s'
     """
 
 

@@ -21,6 +21,8 @@ _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _SIZES = {f"{prefix}B": Fraction(factor) for prefix, factor in (_DECIMAL | _BINARY).items()}
 _BIT_RATES = {f"{prefix}bit/s": Fraction(factor, 8) for prefix, factor in _DECIMAL.items()}
 _RATES = _BIT_RATES | {f"{unit}/s": factor for unit, factor in _SIZES.items()}
+_ALSO_WRITTEN = {f"{prefix}{unit}": f"{prefix}bit/s" for prefix in _DECIMAL for unit in ("bit", "bps", "b/s", "bE")}
+"""What else people write for rates in bits per second, an Ethernet's name among it."""
 _DURATIONS = {
     "ns": Fraction(1, 10**9),
     "us": Fraction(1, 10**6),
@@ -36,7 +38,10 @@ _MAX_LENGTH = 64  # nobody writes a longer quantity, and a number of a million d
 
 
 def parse_rate(text: object) -> float:
-    """Bytes per second of a rate such as ``"10 Gbit/s"``, ``"125 MB/s"``, ``"1 GiB/s"`` or ``"unlimited"``."""
+    """Bytes per second of a rate such as ``"10 Gbit/s"``, ``"125 MB/s"``, ``"1 GiB/s"`` or ``"unlimited"``.
+
+    So are ``"10Gbit"``, ``"10 Gbps"``, ``"10 Gb/s"`` and ``"1 GbE"`` read: a small b is a bit.
+    """
     if text == UNLIMITED:
         return math.inf
     return float(_parse(text, "rate", _RATES, "10 Gbit/s"))
@@ -91,7 +96,7 @@ def _parse(text: object, noun: str, units: Mapping[str, Fraction], example: str)
     match = _QUANTITY.fullmatch(text.strip()) if len(text) <= _MAX_LENGTH else None
     if match is None:
         raise UnitError(f"{text[:_MAX_LENGTH]!r} is not a {noun}; write a number and its unit, such as {example!r}")
-    number, unit = match["number"], match["unit"]
+    number, unit = match["number"], _ALSO_WRITTEN.get(match["unit"], match["unit"])
     if unit not in units:
         meant = _meant_unit(unit, units)
         remedy = f"write {f'{number} {meant}'!r}" if meant else f"write it in one of {', '.join(units)}"

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +12,9 @@ from syncline.bench.record import collect_facts, write_record
 from syncline.bench.rows import COMPUTE_ALONE, Row, group_rows, load_rows, save_rows
 from syncline.bench.table import bench_table
 from syncline.bench.task import TRAINING_PEERS, ModelShape, Task, choose_peers
+from syncline.cli import bench
 from syncline.cli.bench import StolenTime
-from syncline.errors import ConfigurationError
+from syncline.errors import ConfigurationError, LaunchError
 from syncline.report.bench_plot import has_matplotlib
 from syncline.topology import Topology
 
@@ -136,6 +138,22 @@ def test_a_record_says_what_was_run_and_draws_it(tmp_path):
     if has_matplotlib():
         assert left_out == ()
         assert (tmp_path / "new" / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("status", [130, 1])
+def test_rows_that_came_before_a_run_broke_are_recorded(status, tmp_path, monkeypatch):
+    def launch(command, _topology):
+        save_rows(Path(command[-1]), ROWS[1:3])
+        return 0 if orders.pop() == "topology" else status
+
+    monkeypatch.setattr(bench, "_launch", launch)
+    orders = ["interleaved", "topology"]
+    task = Task(experiment="training", order="topology")
+    what = "was interrupted" if status == 130 else "ended with status 1"
+    with pytest.raises(LaunchError, match=rf"in interleaved order {what}.* what was measured before is recorded"):
+        bench.measure(task, [Topology.load("flat-8")], bench.Settings(loopback=True, record=tmp_path))
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [each["method"] for each in rows] == ["Syncline Sharded", "DDP"] * 2
 
 
 def test_without_matplotlib_the_record_has_no_picture_and_the_user_is_told(tmp_path, monkeypatch):

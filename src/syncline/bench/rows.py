@@ -106,7 +106,9 @@ def group_rows(rows: Iterable[Row]) -> tuple[Group, ...]:
 
 def save_rows(path: Path, rows: Sequence[Row]) -> None:
     """Write rows for :func:`load_rows`."""
-    path.write_text(json.dumps([row.to_dict() for row in rows]))
+    written = path.with_suffix(".part")
+    written.write_text(json.dumps([row.to_dict() for row in rows]))
+    written.replace(path)  # at once: whoever reads it after an interrupt finds these rows, or those before
 
 
 def load_rows(path: Path) -> list[Row]:

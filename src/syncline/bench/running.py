@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 from syncline.bench.orders import in_order
@@ -48,16 +49,26 @@ class Place:
 
 def run_orders(
     task: Task, topology: Topology, orders: Sequence[Order], place: Place, *, report: Callable[[str], None]
-) -> list[Row]:
-    """Run ``task`` in each order of ranks, and return all rows, which name the topology."""
-    rows = []
+) -> Iterator[Row]:
+    """Run ``task`` in each order of ranks; rows name the topology. :class:`LaunchError` after those of a broken run."""
     for order in orders:
         report(f"{task.experiment} on {topology.name}, {topology.num_ranks} ranks in {order} order, {place.name}")
-        rows += _run(replace(task, order=order), in_order(topology, order), place, report)
-    return [replace(row, topology=topology.name) for row in rows]
+        for row in _run(replace(task, order=order), in_order(topology, order), place, report):
+            yield replace(row, topology=topology.name)
 
 
-def _run(task: Task, topology: Topology, place: Place, report: Callable[[str], None]) -> list[Row]:
+def collect_rows(runs: Iterable[Iterable[Row]]) -> tuple[list[Row], LaunchError | None]:
+    """Return all rows, or those before a run that broke, and how it did."""
+    rows: list[Row] = []
+    try:
+        for row in chain.from_iterable(runs):
+            rows.append(row)  # noqa: PERF402 - an error leaves those before
+    except LaunchError as error:
+        return rows, error
+    return rows, None
+
+
+def _run(task: Task, topology: Topology, place: Place, report: Callable[[str], None]) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="syncline-") as folder:
         task_file, rows_file = Path(folder) / "task.json", Path(folder) / "rows.json"
         task.save(task_file)
@@ -68,15 +79,15 @@ def _run(task: Task, topology: Topology, place: Place, report: Callable[[str], N
             topology_file = Path(folder) / "topology.yaml"
             topology_file.write_text(topology.to_yaml())
             status = place.launch_on_loopback((sys.executable, "-m", RANK_MODULE, *arguments), str(topology_file))
-        if status == 128 + signal.SIGINT:
-            raise LaunchError("the benchmark was interrupted, so nothing is recorded")
-        if status or not rows_file.exists():
-            raise LaunchError(
-                f"the benchmark of {task.experiment} in {task.order} order ended with status {status}; what the ranks "
-                "said stands above"
-            )
-        rows = load_rows(rows_file)
-    return rows if place.launch_on_loopback is None else [_without_rates(row) for row in rows]
+        rows = load_rows(rows_file) if rows_file.exists() else []
+    yield from rows if place.launch_on_loopback is None else map(_without_rates, rows)
+    if status == 128 + signal.SIGINT:
+        raise LaunchError(f"the benchmark of {task.experiment} in {task.order} order was interrupted")
+    if status or not rows:
+        raise LaunchError(
+            f"the benchmark of {task.experiment} in {task.order} order ended with status {status}; what the ranks "
+            "said stands above"
+        )
 
 
 def _without_rates(row: Row) -> Row:

@@ -18,14 +18,14 @@ from rich.console import Console
 from syncline.bench.pace import DEFAULT_BUDGET_S, Pace
 from syncline.bench.record import collect_facts, default_folder, write_record
 from syncline.bench.rows import group_rows
-from syncline.bench.running import Place, run_orders
+from syncline.bench.running import Place, collect_rows, run_orders
 from syncline.bench.table import bench_table
 from syncline.bench.task import COLLECTIVES, ORDERS, CollectiveName, ModelShape, Order, Task, choose_peers
 from syncline.cli.commands import new_app, spread
 from syncline.cli.lab_options import LabOptions
 from syncline.cli.launcher.launch import Request, launch
 from syncline.cli.launcher.scratch import shared_secret
-from syncline.errors import ConfigurationError
+from syncline.errors import ConfigurationError, LaunchError
 from syncline.lab.lab import LabSettings
 from syncline.topology import Topology
 from syncline.units import parse_size
@@ -131,7 +131,9 @@ def measure(task: Task, topologies: list[Topology], settings: Settings) -> None:
     with choose_place(settings.settings(), is_on_loopback=settings.loopback) as place:
         facts = collect_facts(["syncline", *sys.argv[1:]], topologies, network=place.name)
         stolen = StolenTime()
-        rows = [row for topology in topologies for row in run_orders(task, topology, orders, place, report=_report)]
+        rows, broken = collect_rows(run_orders(task, each, orders, place, report=_report) for each in topologies)
+    if not rows and broken:
+        raise broken
     facts |= {
         "load_average_after": [round(load, 2) for load in os.getloadavg()],
         "stolen_share": round(stolen.share, 3),
@@ -149,6 +151,8 @@ def measure(task: Task, topologies: list[Topology], settings: Settings) -> None:
             "rows whose min and max are far apart"
         )
     _report(f"record: {folder}")
+    if broken:
+        raise LaunchError(f"{broken}; what was measured before is recorded")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
@@ -153,13 +154,14 @@ def show(comparison: Comparison, console: Console) -> None:
     """Print the tree, the planners and the links."""
     console.width = min(console.width, MAX_WIDTH)
     _show_tree(comparison.topology, console)
+    limit = f"nothing can take less than [bold]{format_duration(comparison.bound_s)}[/]"
     console.print(
         f"[bold]{comparison.collective}[/] of {format_size(comparison.num_bytes)} among "
-        f"{comparison.topology.num_ranks} ranks: nothing can take less than "
-        f"[bold]{format_duration(comparison.bound_s)}[/]\n"
+        f"{comparison.topology.num_ranks} ranks: {limit if comparison.bound_s else 'no link limits it'}\n"
     )
     console.print(planner_table(comparison))
-    console.print(link_bytes_table(comparison))
+    if network_links(comparison.topology):
+        console.print(link_bytes_table(comparison))
 
 
 def _show_tree(topology: Topology, console: Console) -> None:
@@ -184,7 +186,7 @@ def planner_table(comparison: Comparison) -> Table:
         table.add_row(
             f"{result.planner}{' (wins)' if is_winner else ''}",
             format_duration(result.prediction.time_s),
-            f"{result.ratio:.2f}",
+            f"{result.ratio:.2f}" if math.isfinite(result.ratio) else "-",
             str(result.num_steps),
             f"{result.num_messages:,}",
             _busiest(result),

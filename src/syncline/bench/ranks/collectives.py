@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -63,11 +63,12 @@ SUBJECTS: Mapping[CollectiveName, Subject] = MappingProxyType(
 )
 
 
-def measure_collectives(task: Task, fleet: Fleet) -> list[Row]:
-    """Measure every collective in every size; the rows are complete on rank 0."""
+def measure_collectives(task: Task, fleet: Fleet) -> Iterator[list[Row]]:
+    """Measure every collective in every size, one after the other; the rows are complete on rank 0."""
     meter = LinkMeter(fleet.rank)
-    pairs = [(name, size) for name in task.collectives for size in task.sizes_bytes]
-    return [row for name, size in pairs for row in _measure(task, fleet, meter, name, size)]
+    for name in task.collectives:
+        for size in task.sizes_bytes:
+            yield _measure(task, fleet, meter, name, size)
 
 
 def _measure(task: Task, fleet: Fleet, meter: LinkMeter, name: CollectiveName, size_bytes: int) -> list[Row]:

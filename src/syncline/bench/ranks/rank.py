@@ -1,4 +1,4 @@
-"""One rank: join gloo and Syncline's fleet once, measure what the task says, and let rank 0 write the rows."""
+"""One rank: join gloo and Syncline's fleet once, measure what the task says, and let rank 0 write rows as they come."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 import syncline
 from syncline.bench.ranks.collectives import measure_collectives
 from syncline.bench.ranks.training import measure_training
-from syncline.bench.rows import save_rows
+from syncline.bench.rows import Row, save_rows
 from syncline.bench.task import Task
 
 PATIENCE = timedelta(minutes=5)
@@ -23,8 +23,10 @@ def run_task(task: Task, rows_file: Path) -> None:
     dist.init_process_group("gloo", timeout=PATIENCE)
     with syncline.init() as fleet:  # it meets at the store that gloo has opened
         measure = measure_collectives if task.experiment == "collectives" else measure_training
-        rows = measure(task, fleet)
-        if fleet.rank == 0:
-            save_rows(rows_file, rows)
+        rows: list[Row] = []
+        for measured in measure(task, fleet):
+            rows += measured
+            if fleet.rank == 0:
+                save_rows(rows_file, rows)  # whatever becomes of the rest
         dist.barrier()
     dist.destroy_process_group()

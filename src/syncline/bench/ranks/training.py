@@ -10,6 +10,7 @@ milliseconds apart, which the slowest rank's time contains: the longer the row, 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from functools import partial
 
 import torch.distributed as dist
@@ -33,8 +34,8 @@ NUM_STEPS = 2 * PERIOD
 Batch = tuple[Tensor, Tensor]
 
 
-def measure_training(task: Task, fleet: Fleet) -> list[Row]:
-    """Build every method once, and measure them; the rows are complete on rank 0."""
+def measure_training(task: Task, fleet: Fleet) -> Iterator[list[Row]]:
+    """Build every method once, and measure all of them in turns; the rows are complete on rank 0."""
     batch = build_batch(task.shape, fleet.rank)
     trainees = {name: build(task.shape) for name, build in OWN.items()}
     peers = [PEERS[name] for name in task.peers]
@@ -46,7 +47,7 @@ def measure_training(task: Task, fleet: Fleet) -> list[Row]:
     carried = {name: meter.measure(partial(_run_steps, trainee, batch)) for name, trainee in trainees.items()}
     rows = [_row(task, fleet, name, seconds[name], carried[name]) for name in trainees]
     median_s = rows[0].median_s
-    return [_with_compute(row, median_s) for row in rows]
+    yield [_with_compute(row, median_s) for row in rows]
 
 
 def _row(task: Task, fleet: Fleet, name: str, seconds: tuple[float, ...], carried: Carried) -> Row:
