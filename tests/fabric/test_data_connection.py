@@ -1,6 +1,7 @@
 """In what chunks a data connection sends, seen by a peer that reads its socket."""
 
 import socket
+import time
 
 import pytest
 from frames_by_hand import HEADER_BYTES, decode_header, encode_header
@@ -48,7 +49,9 @@ class SendingRank:
     def chunks(self, num_bytes):
         """Return the chunks that hold so many bytes of payload, in the order of the socket."""
         stream, found = bytearray(), []
+        end = time.monotonic() + 30.0
         while num_bytes:
+            assert time.monotonic() < end, f"{num_bytes} bytes do not come"
             self.transport.finish()
             self.transport.poll()
             try:

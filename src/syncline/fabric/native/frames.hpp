@@ -15,7 +15,7 @@
 namespace syncline {
 
 constexpr uint16_t MAGIC = 0x4C53;
-constexpr uint8_t VERSION = 3;
+constexpr uint8_t VERSION = 4;
 constexpr int CONTROL_CLASS = -1;
 constexpr uint32_t MAX_CHUNK_BYTES = 256 << 10;
 constexpr uint32_t MAX_CONTROL_BYTES = 16384;
