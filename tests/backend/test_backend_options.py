@@ -20,8 +20,8 @@ from syncline.topology import Topology
 
 OF_TORCH = {"rank", "world_size", "master", "timeout_s"}
 """What torch.distributed is told, and a group is not asked again."""
-OF_GROWING_JOBS = {"join", "join_port", "on_preemption"}
-"""A process group has the ranks that it was made with, and steps are not its own."""
+OF_GROWING_JOBS = {"join", "join_port", "on_preemption", "replan"}
+"""A process group has the ranks and the plans that it was made with, and steps are not its own."""
 
 
 def test_options_are_the_arguments_of_init() -> None:

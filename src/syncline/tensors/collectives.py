@@ -14,6 +14,7 @@ from syncline.errors import ConfigurationError
 from syncline.runtime.call import BasicSettings, CallSettings
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.direct import start_direct
+from syncline.schedule import Collective
 from syncline.tensors.checks import check_one_for_each_rank, check_same_size, check_tensors, split_sizes
 from syncline.tensors.memory import (
     ScratchPool,
@@ -86,7 +87,9 @@ class TensorCollectives:
         if (staged := self._staged_for(tensor)) is not None:
             return staged.all_reduce(tensor, reduction, timeout_s=settings.get("timeout_s"))
         host = reduction.prepared(host_memory_of(tensor))
-        work = self._communicator.all_reduce(bytes_of(host), reduction.reduction, **settings, op=reduction.meaning)
+        memory = bytes_of(host)
+        schedule = self._communicator.plan(Collective.ALL_REDUCE, memory.nbytes)
+        work = self._communicator.start(schedule, memory, reduction.reduction, **settings, op=reduction.meaning)
         return TensorWork([work], lambda: put_back(reduction.finished(host), tensor))
 
     def all_reduce_coalesced(self, tensors: Tensors, op: ReduceOp, **settings: Unpack[BasicSettings]) -> TensorWork:

@@ -289,13 +289,14 @@ def call_with_step_hooks(optimizer: torch.optim.Optimizer, step: Callable[..., A
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether users have registered hooks before steps, of ``optimizer`` or of all; one is this library's own.
+    """Whether users have registered hooks before steps, of ``optimizer`` or of all, beside this library's own.
 
     Hooks can be registered and called by public functions, and not looked for.
     """
     from torch.optim import optimizer as home
 
-    return len(optimizer._optimizer_step_pre_hooks) + len(home._global_optimizer_pre_hooks) > 1
+    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *home._global_optimizer_pre_hooks.values())
+    return any(not getattr(hook, "__module__", "").startswith("syncline.") for hook in hooks)
 
 
 def is_of_scheduler(step: object) -> bool:

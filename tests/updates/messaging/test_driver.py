@@ -35,7 +35,7 @@ class Fake(Driver):
         self.looks.append(is_first)
 
     def wait(self, is_over) -> None:
-        self._wait(is_over)
+        self._wait(is_over, "a test")
 
 
 def test_the_first_failure_counts_and_ends_a_wait() -> None:
