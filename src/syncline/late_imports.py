@@ -24,13 +24,14 @@ def load_name(home: str, name: str) -> object:
             gc.enable()
 
 
-def late_names(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-    """Return the ``__getattr__`` of a package that has each name from the module that is its home.
+def late_names(package: str, names: Mapping[str, str]) -> Callable[[str], object]:
+    """Return the ``__getattr__`` of a package; ``names`` are those that each of its modules is the home of.
 
-    >>> load = late_names("syncline.topology", {"Topology": "syncline.topology.topology"})
+    >>> load = late_names("syncline.topology", {"topology": "Topology", "tree": "Host Switch"})
     >>> load("Topology").flat(2).num_ranks
     2
     """
+    homes = {name: f"{package}.{module}" for module, text in names.items() for name in text.split()}
 
     def load(name: str) -> object:
         if name not in homes:

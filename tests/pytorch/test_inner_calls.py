@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -256,6 +257,22 @@ def test_steps_in_backward_refuse_what_they_cannot_call_in_time(put: Put, run_fl
             optimizer.step()
 
     run_fleets(1, body)
+
+
+def test_steps_in_backward_go_beside_a_process_group_which_watches_all_optimizers(run_fleets: Any) -> None:
+    def body(fleet: Fleet) -> torch.Tensor:
+        model = perceptron()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = distribute(model, inner, Sharded(step_in_backward=True), fleet=fleet)
+        before = next(model.parameters()).detach().clone()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        return next(model.parameters()).detach() - before
+
+    dist.init_process_group("syncline", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()  # what watches stays
+    (moved,) = run_fleets(1, body)
+    assert moved.any()
 
 
 @by_rule

@@ -138,7 +138,7 @@ def test_a_thousand_ranks_are_quick_enough_to_route():
             lambda: Host(name="h", link=None, ranks=(Rank(rank=0),), gateway="two"),
             'Host: gateway must be "every", "one"',
         ),
-        (lambda: Host(name="h", link=None, ranks=(Rank(rank=0),), sockets=(socket("h/s"),)), "both ranks and sockets"),
+        (lambda: Host(name="h", link=None, ranks=(Rank(rank=1),), sockets=(socket("h/s"),)), "both ranks and sockets"),
         (lambda: Host(name="h", link=None, sockets=(socket("g/s"),)), "socket 'g/s' is below 'h'; call it 'h/s'"),
         (lambda: Socket(name="h/s", link=Link.unlimited(), children=()), "socket 'h/s' has no rank"),
         (lambda: host("rank 3", 0), "host name 'rank 3' cannot be used"),

@@ -23,13 +23,8 @@ __all__ = [
 __getattr__ = late_names(
     __name__,
     {
-        "MOST_HOSTS": "syncline.discovery.discovery",
-        "Discovery": "syncline.discovery.discovery",
-        "is_discoverable": "syncline.discovery.discovery",
-        "discover_network": "syncline.discovery.discovery",
-        "discovery_folder": "syncline.discovery.kept",
-        "recall": "syncline.discovery.kept",
-        "measure_again": "syncline.discovery.discovery",
-        "TrafficWatch": "syncline.discovery.following",
+        "discovery": "MOST_HOSTS Discovery is_discoverable discover_network measure_again",
+        "kept": "discovery_folder recall",
+        "following": "TrafficWatch",
     },
 )

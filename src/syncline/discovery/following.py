@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from syncline.discovery.tree_search import CALM, Round, fair_shares, noise_of
-from syncline.topology import DirectedLink, Host, Link, Switch, Topology
+from syncline.topology import DirectedLink, Link, Switch, Topology
+from syncline.topology.tree import relinked
 
 WINDOW_S = 10.0
 NUM_WINDOWS = 3
@@ -101,7 +102,7 @@ def changed_rates(known: Topology, ranks: Sequence[int], rounds: Sequence[Round]
     factors = np.divide(rates, model.rates, out=np.ones_like(rates), where=np.isfinite(rates))
     of_links = zip(model.links, factors.tolist(), strict=True)
     off = {link: factor for link, factor in of_links if abs(math.log(factor)) >= OFF}
-    return replace(known, root=_scaled(known.root, off)) if off else known
+    return replace(known, root=relinked(known.root, _scaled(known, off))) if off else known
 
 
 class _Model:
@@ -170,15 +171,10 @@ def _changed(rates: np.ndarray, place: int, factor: float) -> np.ndarray:
     return other
 
 
-def _scaled(node: Switch | Host, factors: Mapping[DirectedLink, float]) -> Switch | Host:
-    link = node.link
-    if link is not None:
-        up, down = (factors.get(DirectedLink(node.name, way), 1.0) for way in ("up", "down"))
-        link = Link(
-            up_bytes_per_s=link.up_bytes_per_s * up,
-            down_bytes_per_s=link.down_bytes_per_s * down,
-            latency_s=link.latency_s,
-        )
-    if isinstance(node, Host):
-        return replace(node, link=link, ranks=() if node.sockets else node.ranks)
-    return replace(node, link=link, children=tuple(_scaled(child, factors) for child in node.children))
+def _scaled(known: Topology, factors: Mapping[DirectedLink, float]) -> dict[str, Link]:
+    scaled = {}
+    for name, link in known.links():
+        up, down = (factors.get(DirectedLink(name, way), 1.0) for way in ("up", "down"))
+        up_bytes_per_s, down_bytes_per_s = link.up_bytes_per_s * up, link.down_bytes_per_s * down
+        scaled[name] = replace(link, up_bytes_per_s=up_bytes_per_s, down_bytes_per_s=down_bytes_per_s)
+    return scaled

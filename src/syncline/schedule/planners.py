@@ -54,7 +54,7 @@ def _with_auto_as(topology: Topology, gateway: Gateway) -> Topology:
     def decide(node: Switch | Host) -> Switch | Host:
         if isinstance(node, Host):
             chosen = gateway if node.gateway == "auto" else node.gateway
-            return replace(node, ranks=() if node.sockets else node.ranks, gateway=chosen)
+            return replace(node, gateway=chosen)
         return replace(node, children=tuple(decide(child) for child in node.children))
 
     return replace(topology, root=decide(topology.root))

@@ -8,7 +8,6 @@ fastest on one switch, that is taken which puts the least on the link between an
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -17,7 +16,8 @@ import numpy.typing as npt
 from syncline.schedule.cost import Predicted
 from syncline.schedule.draft import Draft
 from syncline.schedule.traffic import Floats, shares
-from syncline.topology import Link, Switch, Topology
+from syncline.topology import Link, Topology
+from syncline.topology.tree import relinked
 
 T = TypeVar("T", Draft, tuple[Draft, Draft])
 
@@ -31,10 +31,8 @@ def supposed_network(topology: Topology) -> Topology:
     """Return ``topology``, with rates where nothing is known of it."""
     if not topology.is_unknown:
         return topology
-    assert isinstance(topology.root, Switch), "hosts of an unknown network are at a switch"
     link = Link.symmetric(SUPPOSED_BYTES_PER_S)
-    hosts = tuple(replace(child, link=link) for child in topology.root.children)
-    return Topology(name=topology.name, root=replace(topology.root, children=hosts))
+    return Topology(name=topology.name, root=relinked(topology.root, {host.name: link for host in topology.hosts}))
 
 
 def safest(candidates: Iterable[tuple[T, Predicted]], topology: Topology) -> T:

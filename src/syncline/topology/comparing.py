@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from syncline.errors import TopologyError
 from syncline.topology.topology import Topology
-from syncline.topology.tree import DirectedLink, Direction, Host, Link, Switch, walk
+from syncline.topology.tree import DirectedLink, Direction, Host, Switch, relinked, walk
 
 DIFFERS = 1 / 3
 """Rates differ if one is larger than the other by more than this part."""
@@ -111,12 +111,5 @@ def with_rates_of(structure: Topology, measured: Topology) -> Topology:
         up, down = rates
         assert node.link is not None, "a division is a link"
         links[node.name] = replace(node.link, up_bytes_per_s=up, down_bytes_per_s=down)
-    root = _relinked(structure.root, links)
+    root = relinked(structure.root, links)
     return Topology(name=structure.name, root=root, source=structure.source, lines=structure.lines)
-
-
-def _relinked(node: Switch | Host, links: dict[str, Link]) -> Switch | Host:
-    link = links.get(node.name)
-    if isinstance(node, Host):
-        return replace(node, link=link, ranks=() if node.sockets else node.ranks)
-    return replace(node, link=link, children=tuple(_relinked(child, links) for child in node.children))

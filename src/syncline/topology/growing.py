@@ -71,7 +71,7 @@ def _with_host(known: Topology, name: str) -> Topology:
     own = plain if plain and plain not in names else _free_name("h", names)
     root, rank = known.root, Rank(rank=known.num_ranks)
     if isinstance(root, Host):
-        old = replace(root, link=Link.unlimited(), ranks=() if root.sockets else root.ranks)
+        old = replace(root, link=Link.unlimited())
         hosts = (old, Host(name=own, link=Link.unlimited(), ranks=(rank,)))
         return _topology(known, Switch(name=_free_name("switch-", {*names, own}), link=None, children=hosts))
     host = Host(name=own, link=_slowest([child.link for child in root.children if child.link]), ranks=(rank,))

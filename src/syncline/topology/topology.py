@@ -389,7 +389,7 @@ def _restrict(node: Node, number: Mapping[int, int]) -> Node | None:
     if not children:
         return None
     if isinstance(node, Host) and node.gateway == "helper" and node.ranks[0].rank not in number:
-        node = replace(node, ranks=() if node.sockets else node.ranks, gateway="one")  # who is first now has data
+        node = replace(node, gateway="one")  # who is first now has data
     return _with_children(node, children)
 
 

@@ -165,10 +165,10 @@ class Host:
         return replace(self, sockets=sockets, ranks=ranks, gateway=gateway)
 
     def _take_ranks_of_sockets(self) -> None:
-        if self.ranks:
-            raise TopologyError(f"host {self.name!r} has both ranks and sockets; put every rank below a socket")
         _check_sockets(self.name, self.sockets)
         ranks = tuple(node for socket in self.sockets for node in walk(socket) if isinstance(node, Rank))
+        if self.ranks not in ((), ranks):
+            raise TopologyError(f"host {self.name!r} has both ranks and sockets; put every rank below a socket")
         object.__setattr__(self, "ranks", ranks)
 
 
@@ -245,3 +245,18 @@ def walk(node: Node) -> Iterator[Node]:
     yield node
     for child in node.children:
         yield from walk(child)
+
+
+def relinked(root: Switch | Host, links: Mapping[str, Link]) -> Switch | Host:
+    """Return the tree with other links above the switches, hosts and sockets of these names."""
+
+    def build(node: Node) -> Node:
+        if isinstance(node, Rank):
+            return node
+        if node.name in links:
+            node = replace(node, link=links[node.name])
+        if isinstance(node, Host):
+            return replace(node, sockets=tuple(map(build, node.sockets)))  # type: ignore[arg-type]
+        return replace(node, children=tuple(map(build, node.children)))  # type: ignore[arg-type]
+
+    return build(root)  # type: ignore[return-value]

@@ -9,4 +9,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Entry", "Growth", "LargerFabric"]
 
-__getattr__ = late_names(__name__, dict.fromkeys(__all__, "syncline.runtime.joining.growth"))
+__getattr__ = late_names(__name__, {"growth": " ".join(__all__)})

@@ -126,14 +126,6 @@ class LocalStepsStatistics:
         return f"{self.num_rounds} rounds in {self.num_steps} steps, {self.num_waits} waited for: {self.waited_s:.1f} s"
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A round on its way."""
-
-    round: Round
-    moves: tuple[Move, ...]
-
-
 class LocalStepsUpdater(WholeUpdater):
     """Local steps at work on one model."""
 
@@ -152,7 +144,8 @@ class LocalStepsUpdater(WholeUpdater):
         self._fragments = _divide(self.buckets, min(rule.fragments, rule.period))
         self._starts = [bucket.parameters.clone() for bucket in self.buckets]
         self._outer = [OuterStep(one, self.optimizer, rule.outer) for one in self.buckets if rule.outer is not None]
-        self._flight: _Flight | None = None
+        self._flight: Round | None = None
+        """What is on its way."""
         self._next_round = 0
         """Its number; the fragment that it is for is the rest of a division by the number of fragments."""
         self._is_equal = True
@@ -175,7 +168,7 @@ class LocalStepsUpdater(WholeUpdater):
     def begin_backward(self) -> None:
         """Let the round that is under way go on, and raise what went wrong in it."""
         if self._flight is not None:
-            self._flight.round.advance()
+            self._flight.advance()
         if self._party.inner is not None:
             self._party.inner.begin_backward()
 
@@ -211,7 +204,7 @@ class LocalStepsUpdater(WholeUpdater):
                 self._land()
                 self._is_equal = len(self._fragments) == 1
         elif self._flight is not None:
-            self._flight.round.advance()
+            self._flight.advance()
 
     def end_period(self) -> None:
         """Follow the others' rounds until all ranks have called this; then all have the same parameters."""
@@ -298,7 +291,7 @@ class LocalStepsUpdater(WholeUpdater):
             for bucket in self._fragments[number]
         )
         weight, self._unsent[number] = self._unsent[number], 0.0
-        under_way = Round(
+        self._flight = Round(
             moves,
             weight=weight,
             told=[ends, self.step_number],
@@ -306,7 +299,6 @@ class LocalStepsUpdater(WholeUpdater):
             start_sum=self._start_sum,
             label=f"a round of fragment {number}",
         )
-        self._flight = _Flight(under_way, moves)
 
     def _start_sum(self, bucket: Bucket, steps: torch.Tensor) -> Work:
         return self.collectives.start(bucket, Collective.ALL_REDUCE, self.step_number, values=steps)
@@ -318,12 +310,12 @@ class LocalStepsUpdater(WholeUpdater):
             return torch.empty(0, 2)
         flight, self._flight = self._flight, None
         start_s = time.monotonic()
-        self._num_waits += not flight.round.is_over
+        self._num_waits += not flight.is_over
         with self.collectives.communicator.progress.waiting("round"):
-            means = flight.round.wait()
+            means = flight.wait()
         self._waited_s += time.monotonic() - start_s
         self._num_rounds += 1
-        has_weight = sum(flight.round.weights) > 0
+        has_weight = sum(flight.weights) > 0
         for move, new in zip(flight.moves, means, strict=True):
             bucket = move.bucket
             if self._outer and has_weight:
@@ -333,7 +325,7 @@ class LocalStepsUpdater(WholeUpdater):
             else:
                 bucket.parameters.add_(new - move.values)
             move.start.copy_(new)
-        return flight.round.wait_told()
+        return flight.wait_told()
 
 
 class _Party:

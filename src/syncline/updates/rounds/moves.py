@@ -55,7 +55,7 @@ class Round:
         start_sum: Callable[[Bucket, torch.Tensor], Work],
         label: str,
     ) -> None:
-        self._moves = moves
+        self.moves = moves
         self._rank = control.rank
         self._start_sum = start_sum
         self._num_told = len(told)
@@ -93,8 +93,8 @@ class Round:
         sums = self._begin() if self._sums is None else self._sums
         for one in sums:
             one.work.wait()  # all of them: what a rank saves after a loss is not half a mean
-        means = [move.start.clone() for move in self._moves]
-        for mean, one, move in zip(means, sums, self._moves, strict=False):
+        means = [move.start.clone() for move in self.moves]
+        for mean, one, move in zip(means, sums, self.moves, strict=False):
             from_steps(one.steps, move.start, exponent=one.exponent, out=mean)
         return means
 
@@ -105,7 +105,7 @@ class Round:
         if not bool(largest.any()):
             return []
         share, sums = shares(self.weights)[self._rank], []
-        for move, furthest in zip(self._moves, largest.T.tolist(), strict=True):
+        for move, furthest in zip(self.moves, largest.T.tolist(), strict=True):
             exponent = exponent_for(furthest, move.bucket.plan.dtype)
             steps = to_steps(move.values, move.start, share=share, exponent=exponent)
             sums.append(_Sum(self._start_sum(move.bucket, steps), steps, exponent))
