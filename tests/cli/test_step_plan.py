@@ -7,7 +7,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from syncline.cli.step_plan import candidate_table, plan_step, share_table, show_step
+from syncline.cli.step_plan import candidate_table, cap_table, parse_portions, plan_step, share_table, show_step
+from syncline.errors import ConfigurationError
 from syncline.schedule import plan_sharded_step, predict_sharded_step, sharded_step_bound
 from syncline.topology import Topology
 
@@ -33,6 +34,32 @@ def test_the_tables_show_every_candidate_and_every_host():
     hosts = list(share_table(found).columns[0].cells)
     assert hosts[0].startswith("h0")
     assert hosts[-1].endswith(("h8", "(2)"))
+
+
+def test_what_each_cap_costs_is_shown():
+    found = plan_step(Topology.load("demo-1-3"), NUM_BYTES, parse_portions("1.25"))
+    assert max(found.shares) <= 1.25 / 4 + 1e-4
+    caps = {result.cap: result for result in found.caps}
+    assert list(caps) == [1.0, 1.25, 2.0, None]
+    assert caps[1.25].time_s == found.results[0].prediction.time_s
+    assert caps[1.0].time_s >= caps[1.25].time_s > caps[2.0].time_s
+    rows = list(zip(*(column.cells for column in cap_table(found).columns), strict=True))
+    assert [row[0] for row in rows] == ["1", "1.25", "2", "fastest"]
+    assert rows[1][3] == "31.2%"
+
+
+@pytest.mark.parametrize("text", ["0.5", "nan", "evenly", "inf"])
+def test_portions_that_are_none_are_refused(text):
+    with pytest.raises(ConfigurationError, match=f"--portions is balanced, fastest, or .* not '{text}'"):
+        parse_portions(text)
+
+
+def test_a_network_without_rates_is_limited_by_no_link():
+    console = Console(record=True, width=200)
+    show_step(plan_step(Topology.flat(2), NUM_BYTES, "balanced"), console)
+    text = console.export_text()
+    assert "limited by no link" in text
+    assert "inf" not in text
 
 
 def test_it_says_when_a_step_in_the_backward_pass_pays():

@@ -19,7 +19,7 @@ from reference_names import REFERENCE
 from syncline.errors import SynclineError
 
 WRONG: tuple[Any, ...] = ("x", "", 3, -1, math.nan, None, object(), [], {}, bool)
-NUMBER = r"\b(int|float|Count|Whole|Share|Seconds|Bounds)\b"
+NUMBER = r"\b(int|float|Count|Whole|Share|Seconds|Bounds|Portions)\b"
 FITS = (
     (str, r"\bstr\b"),
     (int, NUMBER),

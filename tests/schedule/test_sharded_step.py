@@ -100,6 +100,23 @@ def test_a_cap_rises_where_equal_portions_would_cost_much():
     assert 0.42 < plan_sharded_step(topology, SIZE).shares[0] < 0.5
 
 
+@effort(max_examples=25)
+@given(trees(max_ranks=14), st.sampled_from([1, 1.25, 2.0, 50.0]))
+def test_a_number_is_a_cap_that_holds_whatever_it_costs(topology, cap):
+    step = plan_sharded_step(topology, SIZE, portions=cap)
+    assert max(step.shares) <= cap / topology.num_ranks + 1 / 16384
+    fastest_s, capped_s = (
+        predict_sharded_step(one, topology, SIZE, cost=WIRE).time_s
+        for one in (plan_sharded_step(topology, SIZE, portions="fastest", cost=WIRE), step)
+    )
+    assert cap < 50 or capped_s <= 1.1 * fastest_s, "a cap above everything limits nothing"
+
+
+def test_a_cap_above_what_memory_allows_is_refused():
+    with pytest.raises(ScheduleError, match=r"portions=1 no rank owns more than 0.25 .* take larger portions"):
+        plan_sharded_step(Topology.flat(4, rate=1e6), 1000, portions=1, most=[0.1, 0.5, 0.5, 0.5])
+
+
 def test_exact_portions_are_met():
     topology = Topology.load("three-racks-uneven-uplinks")
     portions = [0.2, 0.05, 0.05, 0.3, 0.0, 0.1, 0.1, 0.1, 0.1]

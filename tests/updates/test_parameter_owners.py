@@ -71,6 +71,13 @@ def test_equal_matrices_are_divided_equally() -> None:
         assert len(set(owners[:8])) == 8, "neighbours go to different ranks"
 
 
+def test_a_cap_that_whole_parameters_exceed_names_one_that_they_keep() -> None:
+    topology, plans = Topology.load("two-sites"), plans_of(MATRICES[:6])
+    with pytest.raises(ConfigurationError, match=r"portions=1 no rank owns more than .* take portions=1.34, or align"):
+        plan(topology, plans, whole_parameters=True, portions=1)
+    assert most_owned(plan(topology, plans, whole_parameters=True, portions=1.34)) <= 1.34
+
+
 def most_owned(schedules: tuple[BucketSchedule, ...]) -> float:
     """Return how many times its even share the rank owns that owns the most."""
     owned = [sum(numbers) for numbers in zip(*(one.num_owned for one in schedules), strict=True)]

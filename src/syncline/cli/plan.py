@@ -16,7 +16,7 @@ from rich.table import Table
 from syncline.cli.commands import new_app
 from syncline.cli.comparison import Comparison, PlannerResult, compare_planners
 from syncline.cli.replica_plan import ReplicaPlan, parse_replicate, plan_replicas, show_replicas
-from syncline.cli.step_plan import StepPlan, plan_step, show_step
+from syncline.cli.step_plan import StepPlan, parse_portions, plan_step, show_step
 from syncline.errors import ConfigurationError
 from syncline.report import format_rates, network_links
 from syncline.schedule import Collective
@@ -29,6 +29,10 @@ MANY_RANKS = 1000
 MAX_ROWS = 48
 """Of the tree and of the table of links; --json has everything."""
 
+PORTIONS_HELP = (
+    "Who owns what in a sharded step: about the same, whatever is fastest, or at most so many times an equal share."
+)
+
 app = new_app()
 
 
@@ -40,13 +44,6 @@ class CollectiveName(StrEnum):
     ALL_GATHER = "all_gather"
     BROADCAST = "broadcast"
     SHARDED_STEP = "sharded_step"
-
-
-class PortionsName(StrEnum):
-    """The choices of ``--portions``."""
-
-    BALANCED = "balanced"
-    FASTEST = "fastest"
 
 
 class TargetName(StrEnum):
@@ -66,9 +63,7 @@ def plan(
         TargetName, typer.Option(help="Who owns what in between: as the tree has it, or equal parts by rank.")
     ] = TargetName.BALANCED,
     root: Annotated[int, typer.Option(metavar="RANK", help="Who holds the data of a broadcast.")] = 0,
-    portions: Annotated[
-        PortionsName, typer.Option(help="Who owns what in a sharded step: about the same, or whatever is fastest.")
-    ] = PortionsName.BALANCED,
+    portions: Annotated[str, typer.Option(metavar="balanced|fastest|CAP", help=PORTIONS_HELP)] = "balanced",
     spares: Annotated[
         int, typer.Option(min=0, max=1, help="How many other ranks keep each range of a sharded step, too.")
     ] = 0,
@@ -113,14 +108,14 @@ def plan(
 
 
 def _plan_step(
-    topology: Topology, num_bytes: int, portions: PortionsName, spares: int, replicate: str | None, *, as_json: bool
+    topology: Topology, num_bytes: int, portions: str, spares: int, replicate: str | None, *, as_json: bool
 ) -> None:
-    if replicate is not None and (portions is not PortionsName.BALANCED or spares):
+    if replicate is not None and (portions != "balanced" or spares):
         raise ConfigurationError(
             "replicas are divided as the tree is; leave out --portions and --spares, or --replicate"
         )
     found: StepPlan | ReplicaPlan = (
-        plan_step(topology, num_bytes, portions.value, spares=spares)
+        plan_step(topology, num_bytes, parse_portions(portions), spares=spares)
         if replicate is None
         else plan_replicas(topology, num_bytes, parse_replicate(replicate))
     )

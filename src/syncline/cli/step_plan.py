@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any, Literal
 
@@ -12,16 +12,20 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from syncline.errors import ConfigurationError
 from syncline.schedule import StepPrediction, sharded_step_bound
 from syncline.schedule.spare_choice import draft_with_spares
 from syncline.schedule.spares import Apart, spare_shares
+from syncline.schedule.step_candidates import BALANCED, Cap, compare_caps
 from syncline.schedule.step_prediction import shares_of
 from syncline.topology import Topology
 from syncline.units import format_duration, format_size
 
-Portions = Literal["balanced", "fastest"]
+Portions = Literal["balanced", "fastest"] | Cap
 PAYS_FROM = 0.95
 """Both directions at once are worth it if they take no more than this part of the time."""
+CAPS = (1.0, 1.25, 2.0, None)
+"""Of which it is shown what each costs; None is no cap."""
 MAX_ROWS = 48
 """Of the table of shares; --json has all ranks."""
 
@@ -58,6 +62,15 @@ class SparePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CapResult:
+    """What the fastest step costs where no rank owns more than ``cap`` times its equal share."""
+
+    cap: float | None
+    time_s: float
+    most_owned: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What was compared for a sharded step, the chosen one first, and the share of each rank in that one."""
 
@@ -69,6 +82,7 @@ class StepPlan:
     """The bound if no rank may own more than the one that owns most."""
     shares: tuple[float, ...]
     results: tuple[StepResult, ...]
+    caps: tuple[CapResult, ...]
     spares: SparePlan | None = None
 
     @property
@@ -92,7 +106,26 @@ class StepPlan:
             "winner": self.results[0].planner,
             "spares": self.spares.to_json() if self.spares is not None else None,
             "planners": [_result_json(result, self.bound_s) for result in self.results],
+            "caps": [asdict(result) for result in self.caps],
         }
+
+
+def parse_portions(text: str) -> Portions:
+    """Return what ``--portions`` says."""
+    if text == "balanced":
+        return "balanced"
+    if text == "fastest":
+        return "fastest"
+    try:
+        cap = float(text)
+    except ValueError:
+        cap = math.nan
+    if not 1 <= cap < math.inf:
+        raise ConfigurationError(
+            f"--portions is balanced, fastest, or how many times its equal share a rank may own at most (1 or more), "
+            f"not {text!r}"
+        )
+    return cap
 
 
 def plan_step(topology: Topology, num_bytes: int, portions: Portions, *, spares: int = 0) -> StepPlan:
@@ -110,6 +143,10 @@ def plan_step(topology: Topology, num_bytes: int, portions: Portions, *, spares:
         capped_bound_s=sharded_step_bound(topology, num_bytes, most=[max(shares)] * topology.num_ranks),
         shares=shares,
         spares=of_spares,
+        caps=tuple(
+            CapResult(cap=cap, time_s=prediction.time_s, most_owned=max(shares_of(scatter)))
+            for cap, ((scatter, _), prediction) in compare_caps(topology, num_bytes, CAPS)
+        ),
         results=tuple(
             StepResult(
                 planner=scatter.planner,
@@ -144,13 +181,16 @@ def show_step(plan: StepPlan, console: Console) -> None:
     """Print the candidates, who owns what, and when both directions at once pay."""
     first = plan.results[0].prediction
     size, bounds = format_size(plan.num_bytes), (format_duration(plan.bound_s), format_duration(plan.capped_bound_s))
+    limit = (
+        f"can take no less than [bold]{bounds[0]}[/], or {bounds[1]} where nobody owns more than {max(plan.shares):.1%}"
+    )
     console.print(
-        f"[bold]sharded step[/] of {size} among {plan.topology.num_ranks} ranks, {plan.portions} portions: a "
-        f"reduce-scatter (RS) and then an all-gather (AG) can take no less than [bold]{bounds[0]}[/], or {bounds[1]} "
-        f"where nobody owns more than {max(plan.shares):.1%}\n"
+        f"[bold]sharded step[/] of {size} among {plan.topology.num_ranks} ranks, portions {plan.portions}: a "
+        f"reduce-scatter (RS) and then an all-gather (AG) {limit if plan.bound_s else 'are limited by no link'}\n"
     )
     console.print(candidate_table(plan))
     console.print(share_table(plan))
+    console.print(cap_table(plan))
     if plan.spares is not None:
         time_s, more = plan.spares.prediction.time_s, plan.spares.prediction.time_s / first.time_s - 1
         console.print(
@@ -173,15 +213,28 @@ def candidate_table(plan: StepPlan) -> Table:
     for result in plan.results:
         prediction, is_winner = result.prediction, result is plan.results[0]
         halves = (prediction.reduce_scatter.time_s, prediction.all_gather.time_s, prediction.time_s)
-        ratio = prediction.time_s / plan.bound_s if plan.bound_s > 0 else math.inf
         table.add_row(
             f"{result.planner}{' (wins)' if is_winner else ''}",
             *(format_duration(seconds) for seconds in halves),
-            f"{ratio:.2f}",
+            f"{prediction.time_s / plan.bound_s:.2f}" if plan.bound_s > 0 else "-",
             f"{result.num_messages:,}",
             f"{result.most_owned:.1%}",
             style="bold green" if is_winner else "",
         )
+    return table
+
+
+def cap_table(plan: StepPlan) -> Table:
+    """Lay out what each cap costs, beside the default and no cap."""
+    caption = f"a cap is in equal shares; balanced portions keep to {BALANCED:g} where that costs up to 10 %"
+    table = Table(title="What caps cost", title_justify="left", caption=caption, box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("portions", "both", "longer by", "most owned"):
+        table.add_column(heading, justify="left" if heading == "portions" else "right")
+    least_s = min(result.time_s for result in plan.caps)
+    for result in plan.caps:
+        name = "fastest" if result.cap is None else f"{result.cap:g}"
+        longer = f"{result.time_s / least_s - 1:.1%}" if least_s else "-"
+        table.add_row(name, format_duration(result.time_s), longer, f"{result.most_owned:.1%}")
     return table
 
 

@@ -109,7 +109,9 @@ def _why_no_newcomers(installation: Installation) -> str:
     rule = installation.rule
     if installation.elastic_training is None:
         return "a training of it is not elastic, or its rule is neither AllReduce() nor Sharded()"
-    if isinstance(rule, Sharded) and not (isinstance(rule.portions, str) and rule.replicate in {None, "host", "auto"}):
+    if isinstance(rule, Sharded) and not (
+        isinstance(rule.portions, str | float | int) and rule.replicate in {None, "host", "auto"}
+    ):
         return "Sharded(portions=, replicate=) names parts of its topology, and newcomers may be in none of them"
     return ""
 

@@ -80,8 +80,9 @@ def plan_sharded_step(
 ) -> ShardedStep:
     """Plan a reduce-scatter and an all-gather with the same owners, such that both together take the least time.
 
-    ``portions``: "balanced" (no rank owns over 1.25 / N, unless that takes over 10 % longer), "fastest", or the part
-    that each rank owns. ``most``: the most that each rank may own in any case, as parts of the data (of its memory).
+    ``portions``: "balanced" (no rank owns over 1.25 / N, unless that takes over 10 % longer), "fastest", a number of at
+    least 1 (no rank owns more than that times 1 / N, whatever it costs), or the part that each rank owns. N counts
+    ranks that may own something. ``most``: what each may own in any case, as parts of the data (of its memory).
     Parts are met to 1 / 16384. With ``spares=1`` each range has a second owner (:mod:`syncline.schedule.spares`), in
     another rack where that makes the step at most a tenth longer, else on another host; ``apart`` asks for one of
     these where the owners allow it, and ``most`` then counts what a rank owns and what it is the spare of. One rank

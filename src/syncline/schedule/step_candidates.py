@@ -2,8 +2,8 @@
 
 Owners that suit slow links may be few, and hold much memory each. So *balanced* portions give no rank more than 1.25
 times its equal share, unless that takes over a tenth longer than *fastest* ones; then it is the least of a row of
-multiples, each 1.15 times the one before, that does not. More and more atoms are tried until links carry, within 1 %,
-no more than they must. Nothing is proved here.
+multiples, each 1.15 times the one before, that does not. A number is such a multiple that holds in any case. More and
+more atoms are tried until links carry, within 1 %, no more than they must. Nothing is proved here.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
+from syncline.arguments import Bounds
 from syncline.errors import ScheduleError
 from syncline.schedule.bound import lower_bound
 from syncline.schedule.collective import Collective
@@ -27,7 +28,9 @@ from syncline.schedule.step_prediction import Pair, StepPrediction, predict_pair
 from syncline.schedule.verifier import split_at_owners
 from syncline.topology import Topology
 
-Portions = Literal["balanced", "fastest"] | Sequence[float]
+Cap = Annotated[float, Bounds(1, below=math.inf)]
+"""How many times its equal share a rank may own at most."""
+Portions = Literal["balanced", "fastest"] | Cap | Sequence[float]
 
 MOST_RANKS = 256
 """Beyond it only the other planners' owners are compared: an in-tree for each owner is a million transfers."""
@@ -58,9 +61,18 @@ def draft_sharded_steps(
     check_plannable(topology)
     limits = limits_of(topology, most)
     search = _Search(topology, num_bytes, slice_bytes, cost)
-    if not isinstance(portions, str):
+    if isinstance(portions, Sequence) and not isinstance(portions, str):
         return search.exact(_exact(topology, portions, limits))
-    return search.fastest(limits) if portions == "fastest" else search.balanced(limits)
+    if portions == "balanced":
+        return search.balanced(limits)
+    return search.fastest(limits if portions == "fastest" else capped(topology, limits, portions))
+
+
+def compare_caps(topology: Topology, num_bytes: int, caps: Sequence[Cap | None]) -> list[tuple[Cap | None, Candidate]]:
+    """Return the fastest step under each cap; None is no cap."""
+    limits = limits_of(topology, None)
+    search = _Search(topology, num_bytes, DEFAULT_SLICE_BYTES, None)
+    return [(cap, search.fastest(limits if cap is None else capped(topology, limits, cap))[0]) for cap in caps]
 
 
 def limits_of(topology: Topology, most: Sequence[float] | None) -> tuple[float, ...]:
@@ -77,6 +89,18 @@ def limits_of(topology: Topology, most: Sequence[float] | None) -> tuple[float, 
             "take more ranks, or shard less"
         )
     return given
+
+
+def capped(topology: Topology, limits: Sequence[float], cap: Cap) -> tuple[float, ...]:
+    """Return the most that each rank may own where none owns more than ``cap`` times an equal share."""
+    num_owners = len(topology.speakers)
+    within = tuple(min(limit, cap / num_owners) for limit in limits)
+    if sum(within) < 1 - _ROUNDING:
+        raise ScheduleError(
+            f"with portions={cap:g} no rank owns more than {cap / num_owners:.4g} of everything, and some have memory "
+            f"for less, so that all own {sum(within):.4g} of it at most; take larger portions, or more ranks"
+        )
+    return within
 
 
 def _exact(topology: Topology, portions: Sequence[float], limits: Sequence[float]) -> tuple[float, ...]:

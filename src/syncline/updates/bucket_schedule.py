@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from syncline.schedule import (
     ShardedStep,
     layout_of_step,
     plan_sharded_step,
+    predict_sharded_step,
     verify,
 )
 from syncline.schedule.in_trees import RESOLUTION, draft_row_with_owners
@@ -26,10 +28,15 @@ from syncline.schedule.replicas import Replicas, Replicate, choose_replicas, cut
 from syncline.schedule.spares import Apart, add_spares, spare_of_each
 from syncline.schedule.step_flow import STEP
 from syncline.topology import Topology
+from syncline.units import format_duration
 from syncline.updates.bucket import BucketPlan, Slot
 from syncline.updates.host_portions import Portions, rank_shares
 from syncline.updates.parameter_owners import Cost, Owners, assign_parameters
 
+_log = logging.getLogger(__name__)
+
+LEAST_GAIN = 0.05
+"""From which on it is told that other portions would be faster."""
 MANY_BUCKETS = 64
 """With more, what one is cut into is less: together they use all ways anyhow."""
 Ranges = tuple[tuple[int, int], ...]
@@ -136,23 +143,43 @@ def _steps_of_buckets(
 ) -> Sequence[ShardedStep]:
     """Plan the step of each bucket: as part of all, since they follow each other and keep the links busy together."""
     topology = communicator.topology
-    portions = options.portions if isinstance(options.portions, str) else rank_shares(topology, options.portions)
+    portions = rank_shares(topology, options.portions) if isinstance(options.portions, Mapping) else options.portions
+    num_bytes = sum(plan.num_bytes for plan in plans)
+    slice_bytes = options.slice_bytes or communicator.bucket_slice_bytes(max(plan.num_bytes for plan in plans))
     whole = plan_sharded_step(
-        topology,
-        sum(plan.num_bytes for plan in plans),
-        most=most,
-        portions=portions,
-        spares=options.spares,
-        slice_bytes=options.slice_bytes or communicator.bucket_slice_bytes(max(plan.num_bytes for plan in plans)),
+        topology, num_bytes, most=most, portions=portions, spares=options.spares, slice_bytes=slice_bytes
     )
+    if communicator.rank == 0 and isinstance(portions, int | float):
+        _tell_what_pays(whole, topology, num_bytes, slice_bytes, most)
     if not options.whole_parameters:
         return [whole] * len(plans)
     own = most if most is None or whole.apart is None else [limit / 2 for limit in most]
-    is_balanced = portions == "balanced"
-    owners = assign_parameters(topology, plans, whole.shares, cost=options.cost, most=own, is_balanced=is_balanced)
+    cap = None if isinstance(portions, tuple) or portions == "fastest" else portions
+    owners = assign_parameters(topology, plans, whole.shares, cost=options.cost, most=own, cap=cap)
     spares = _spares_of_parameters(topology, plans, owners, whole)
     rows = ([_runs(plan.slots, ranks[plan.index]) for plan in plans] for ranks in (owners, spares))
     return _steps_of_owners(topology, *rows, apart=whole.apart)
+
+
+def _tell_what_pays(
+    step: ShardedStep, topology: Topology, num_bytes: int, slice_bytes: int, most: Sequence[float] | None
+) -> None:
+    """Say when links would be faster with other owners than were asked for, and by how much."""
+    own = most if most is None or step.apart is None else [limit / 2 for limit in most]
+    fastest = plan_sharded_step(topology, num_bytes, most=own, portions="fastest", slice_bytes=slice_bytes)
+    now_s, then_s = (predict_sharded_step(one, topology, num_bytes, slice_bytes).time_s for one in (step, fastest))
+    if then_s > (1 - LEAST_GAIN) * now_s:
+        return
+    largest = max(fastest.shares)
+    _log.info(
+        'portions="fastest" would make the predicted time on links %.0f %% shorter, %s in place of %s; rank %d would '
+        "own %.1f %%. `syncline plan --collective sharded_step` shows what caps between cost",
+        100 * (1 - then_s / now_s),
+        format_duration(then_s),
+        format_duration(now_s),
+        fastest.shares.index(largest),
+        100 * largest,
+    )
 
 
 def _spares_of_parameters(

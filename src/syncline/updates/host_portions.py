@@ -12,6 +12,7 @@ import torch
 
 from syncline.arguments import Bounds
 from syncline.errors import ConfigurationError
+from syncline.schedule.step_candidates import Cap
 from syncline.topology import Host, Topology
 from syncline.units import format_size
 from syncline.updates.bucket import BucketPlan
@@ -20,7 +21,7 @@ from syncline.updates.inner import ELEMENTWISE, make_inner, step_without_hooks
 _log = logging.getLogger(__name__)
 
 Weights = Mapping[str, Annotated[float, Bounds(0, below=math.inf)]]
-Portions = Literal["balanced", "fastest"] | Weights
+Portions = Literal["balanced", "fastest"] | Cap | Weights
 _NUM_PROBED = 16
 
 

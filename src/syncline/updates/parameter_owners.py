@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from syncline.arguments import checked
 from syncline.errors import ConfigurationError
@@ -46,15 +47,16 @@ def assign_parameters(
     *,
     cost: Cost = math.prod,
     most: Sequence[float] | None = None,
-    is_balanced: bool = False,
+    cap: Literal["balanced"] | float | None = None,
 ) -> Owners:
     """Return for each bucket the owner of each of its parameters, in order; the same on every rank.
 
     ``shares`` is what each rank should have of the sum of costs, and ``most`` what it may have of all elements: a rank
-    that is full gets no more, while others are not. With ``is_balanced`` no rank has more than 1.25 / N of all
+    that is full gets no more, while others are not. With the cap "balanced" no rank has more than 1.25 / N of all
     elements, or the largest share, where parameters are small enough; as with parameters that are cut, this must not
-    make the links take more than 10 % longer, else ranks own more. Raises :class:`ConfigurationError` for a cost that
-    is no number of 0 or more.
+    make the links take more than 10 % longer, else ranks own more. A number holds in any case. Raises
+    :class:`ConfigurationError` for a cost that is no number of 0 or more, and where whole parameters exceed that
+    number.
     """
     slots = [(plan.index, slot) for plan in plans for slot in plan.slots]
     costs = [_checked(cost, slot) for _, slot in slots]
@@ -68,23 +70,43 @@ def assign_parameters(
         return tuple(tuple(next(in_order) for _ in plan.slots) for plan in plans)
 
     free = assign(most or [math.inf] * topology.num_ranks)
-    if not is_balanced:
+    if cap is None:
         return free
-    limit = max(BALANCED / topology.num_ranks, *shares)
+    limit = max(BALANCED / topology.num_ranks, *shares) if cap == "balanced" else cap / len(topology.speakers)
     even = assign([min(limit, part) for part in most or [1.0] * topology.num_ranks])
+    if cap != "balanced":
+        _check_cap(topology, plans, even, cap)
+        return even
     if even == free or _links_s(topology, plans, even) <= MAY_TAKE * _links_s(topology, plans, free):
         return even
     return free
+
+
+def _owned(topology: Topology, plans: Sequence[BucketPlan], owners: Owners) -> list[int]:
+    """Return how many elements each rank owns."""
+    owned = [0] * topology.num_ranks
+    for plan, ranks in zip(plans, owners, strict=True):
+        for slot, rank in zip(plan.slots, ranks, strict=True):
+            owned[rank] += slot.num_elements
+    return owned
+
+
+def _check_cap(topology: Topology, plans: Sequence[BucketPlan], owners: Owners, cap: float) -> None:
+    owned, num_owners = _owned(topology, plans, owners), len(topology.speakers)
+    most, whole = max(owned), sum(owned)
+    if most * num_owners > cap * whole + num_owners:
+        raise ConfigurationError(
+            f"with portions={cap:g} no rank owns more than {int(cap * whole / num_owners)} of {whole} elements, and "
+            f"with whole parameters rank {owned.index(most)} owns {most}; take portions="
+            f'{math.ceil(100 * most * num_owners / whole) / 100:g}, or align="element"'
+        )
 
 
 def _links_s(topology: Topology, plans: Sequence[BucketPlan], owners: Owners) -> float:
     """Return how long the links take at least for each byte of a step with these owners."""
     if not lower_bound(topology, Collective.REDUCE_SCATTER, 1):
         return 0.0
-    owned = [0] * topology.num_ranks
-    for plan, ranks in zip(plans, owners, strict=True):
-        for slot, rank in zip(plan.slots, ranks, strict=True):
-            owned[rank] += slot.num_elements
+    owned = _owned(topology, plans, owners)
     shares = [owned[rank] / sum(owned) for rank in topology.speakers]
     return solve_step_flow(speaking(topology), [(share, share) for share in shares]).seconds
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -36,8 +37,9 @@ class Sharded:
     ``cost`` then says from a parameter's shape what its update costs, so that ranks have about their portions of that
     (default: the number of elements; :func:`~syncline.updates.matrix_cost` suits Muon).
     ``portions``: how much each rank owns. ``"balanced"`` leaves every rank at most 1.25 / N of the state, unless that
-    makes the predicted step more than 10 % longer; ``"fastest"`` is what the links like best; a mapping gives a number
-    to each host of the topology, of which the ratios count: a host's ranks share its part alike. Where the topology
+    makes the predicted step more than 10 % longer; a number, such as 1.25, is a cap that holds whatever it costs: no
+    rank owns more than that times 1 / N; ``"fastest"`` is what the links like best; a mapping gives a number to each
+    host of the topology, of which the ratios count: a host's ranks share its part alike. Where the topology
     says how much memory a host has, its ranks own no more state than that holds.
     ``bucket_bytes``: how much moves together, about. ``slice_bytes``: size of the slices that a bucket is cut into on
     its way; None leaves it to the runtime. ``overlap_forward``: ``step()`` returns before the parameters are final, and
@@ -126,7 +128,7 @@ class Sharded:
             raise ConfigurationError(
                 'cost weighs whole parameters, and align="element" divides them; use align="parameter", or no cost'
             )
-        if not isinstance(self.portions, str):
+        if isinstance(self.portions, Mapping):
             if not any(self.portions.values()):
                 raise ConfigurationError(f"portions give at least one host more than 0, unlike {self.portions!r}")
             object.__setattr__(self, "portions", dict(sorted(self.portions.items())))

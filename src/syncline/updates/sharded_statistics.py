@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,7 +25,7 @@ class ShardedStatistics:
     portions="balanced": each rank owns 100.0 % of 10 elements
     """
 
-    portions: Literal["balanced", "fastest", "given"]
+    portions: Literal["balanced", "fastest", "given"] | float
     """What was asked for; "given" are those of a mapping."""
     shares: tuple[float, ...]
     """The part of all elements that each rank owns; what it is the spare of counts."""
@@ -42,7 +42,7 @@ class ShardedStatistics:
         owned = [sum(numbers) for numbers in zip(*(one.num_owned for one in bucket_schedules), strict=True)]
         num_elements = sum(one.layout.num_elements for one in bucket_schedules)
         return cls(
-            portions=portions if isinstance(portions, str) else "given",
+            portions="given" if isinstance(portions, Mapping) else portions,
             shares=tuple(number / max(1, num_elements) for number in owned),
             num_elements=num_elements,
             num_replicas=max(1, len(bucket_schedules[0].replicas)) if bucket_schedules else 1,
@@ -74,7 +74,8 @@ class ShardedStatistics:
                 "; with at most 1.25 / N each the predicted step would be more than 10 % longer, or parameters are "
             )
             owned += "too large"
-        return f'portions="{self.portions}": {owned}'
+        asked = f'"{self.portions}"' if isinstance(self.portions, str) else f"{self.portions:g}"
+        return f"portions={asked}: {owned}"
 
 
 def _percent(share: float) -> str:
