@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from syncline.pytorch.environment import BackendOptions
     from syncline.pytorch.fleet import Fleet, current_fleet
     from syncline.pytorch.init import init
-    from syncline.pytorch.metrics import metrics
+    from syncline.pytorch.metrics import metrics, note
     from syncline.pytorch.optimizer import DistributedOptimizer
     from syncline.pytorch.phased import PhasedTrainer, phase
     from syncline.topology import Topology
@@ -99,6 +99,7 @@ _HOMES = {
     "clip_grad_norm_": "syncline.pytorch.control",
     "comm_hook": "syncline.pytorch.comm_hook",
     "metrics": "syncline.pytorch.metrics",
+    "note": "syncline.pytorch.metrics",
     "save_checkpoint": "syncline.pytorch.checkpoint",
     "prepare_save": "syncline.pytorch.checkpoint",
     "load_checkpoint": "syncline.pytorch.checkpoint",
@@ -161,6 +162,7 @@ __all__ = [
     "clip_grad_norm_",
     "comm_hook",
     "metrics",
+    "note",
     "save_checkpoint",
     "prepare_save",
     "load_checkpoint",

@@ -16,6 +16,7 @@ from typing import TextIO
 from syncline.errors import ConfigurationError
 
 BEHIND, FLIGHT, METRICS = "SYNCLINE_BEHIND", "SYNCLINE_FLIGHT_RECORD", "SYNCLINE_METRICS"
+REPORT = "SYNCLINE_REPORT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +132,11 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
         name=METRICS,
         argument="syncline run --metrics",
         meaning="for Prometheus: [HOST:]PORT, to which each rank adds its number, or a folder for files",
+    ),
+    EnvironmentVariable(
+        name=REPORT,
+        argument="syncline run --report",
+        meaning="file for a report of the run, which rank 0 writes under other launchers",
     ),
     EnvironmentVariable(
         name="SYNCLINE_LOG_DIR",

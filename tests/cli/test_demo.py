@@ -44,6 +44,7 @@ def test_the_demo_says_what_it_does_trains_and_sums_up(first_run):
     assert "step 6/6" in shown
     assert "All 4 ranks hold the same parameters" in shown
     assert str(output / "checkpoint") in shown.replace("\n", "")
+    assert "A step took" in (output / "report.html").read_text()
     losses = dict(progress_of(output)["losses"])
     assert 5.4 < losses[1] < 5.7
     assert losses[6] < losses[1] - 0.8

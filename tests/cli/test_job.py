@@ -6,7 +6,7 @@ import pytest
 
 from syncline.cli.launcher.environment import rank_environment
 from syncline.cli.launcher.job import build_job, choose_host, choose_master, parse_master, place_ranks
-from syncline.cli.launcher.scratch import check_trace_place, prepare_secret, trace_target
+from syncline.cli.launcher.scratch import check_place, own_target, prepare_secret
 from syncline.cli.launcher.terminal import labels
 from syncline.errors import ConfigurationError
 from syncline.topology import Topology
@@ -156,8 +156,8 @@ def test_labels_name_the_host_where_it_is_not_plain():
 
 
 def test_each_host_writes_a_trace_of_its_own(topology):
-    assert trace_target(job_of(topology), Path("t/x.json"), None) == Path("t/x.json")
-    assert trace_target(job_of(topology, host="a1"), Path("t/x.json"), "a1") == Path("t/x.a1.json")
+    assert own_target(job_of(topology), Path("t/x.json"), None) == Path("t/x.json")
+    assert own_target(job_of(topology, host="a1"), Path("t/x.json"), "a1") == Path("t/x.a1.json")
 
 
 def test_a_secret_file_that_is_missing_or_open_to_others_is_refused_before_any_rank_starts(topology, tmp_path):
@@ -171,8 +171,8 @@ def test_a_secret_file_that_is_missing_or_open_to_others_is_refused_before_any_r
 
 
 def test_a_trace_that_cannot_be_written_is_refused_before_any_rank_starts(tmp_path):
-    check_trace_place(tmp_path / "trace.json")
+    check_place(tmp_path / "trace.json", "--trace")
     for path, why in ((tmp_path / "none" / "trace.json", "there is no folder"), (tmp_path, "this is a folder")):
         with pytest.raises(ConfigurationError, match=why):
-            check_trace_place(path)
+            check_place(path, "--trace")
     assert not list(tmp_path.iterdir())

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ import torch
 import syncline
 from syncline.cli.launcher.scratch import reserved_port
 from syncline.errors import ConfigurationError
+from syncline.observe import NullTrace
 from syncline.pytorch import metrics
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
@@ -29,6 +33,10 @@ def trained(fleet: Fleet) -> FleetStatistics:
     optimizer.synchronize()
     assert fleet.metrics().keys() >= fleet.statistics().metrics().keys() - {"waited_elsewhere_s"}
     return fleet.statistics()
+
+
+def job(rank: int) -> Callable[[], Any]:
+    return lambda: SimpleNamespace(rank=rank, trace=NullTrace())
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +65,25 @@ def test_there_are_none_without_a_job() -> None:
         syncline.metrics()
 
 
+def test_a_note_reaches_metrics_and_the_trace_and_nonsense_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="neither a fleet nor a process group"):
+        syncline.note(loss=1.0)
+    with syncline.init(trace=tmp_path / "trace.json") as fleet:
+        syncline.note(loss=torch.tensor(0.5), samples=32)
+        syncline.note(samples=8)
+        found = syncline.metrics()
+        assert (found["loss"], found["samples"]) == (0.5, 40.0)
+        syncline.note(loss=math.nan)
+        assert "loss" not in fleet.metrics(), "no tool takes NaN"
+        with pytest.raises(ConfigurationError, match="samples"):
+            syncline.note(samples=-1)
+    fleet.trace.close()
+    events = json.loads((tmp_path / "trace.json").read_text())
+    assert [event["args"] for event in events if event["name"] == "loss"] == [{"value": 0.5}]
+    (totals,) = [event["args"] for event in events if event["name"] == "syncline_totals"]
+    assert totals["samples"] == 40.0
+
+
 def test_prometheus_reads_them_at_a_port_and_in_a_file(
     statistics: FleetStatistics, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,15 +91,15 @@ def test_prometheus_reads_them_at_a_port_and_in_a_file(
     texts = []
     with reserved_port() as port:
         monkeypatch.setenv("SYNCLINE_METRICS", str(port))
-        stop = metrics.publish(lambda: statistics, 0)
+        stop = metrics.publish(lambda: statistics, job(0))
         assert syncline.metrics() == statistics.metrics()
         with pytest.raises(ConfigurationError, match=f"rank 0 serves at that port \\+ 0, and {port} cannot be had"):
-            metrics.publish(lambda: statistics, 0)
+            metrics.publish(lambda: statistics, job(0))
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
             texts.append(answer.read().decode())
         stop()
     monkeypatch.setenv("SYNCLINE_METRICS", str(tmp_path / "files"))
-    metrics.publish(lambda: statistics, 1)()
+    metrics.publish(lambda: statistics, job(1))()
     texts.append((tmp_path / "files" / "syncline-1.prom").read_text())
     for rank, text in enumerate(texts):
         families = {family.name: family for family in parser.text_string_to_metric_families(text)}
@@ -89,4 +116,4 @@ def test_a_place_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch, 
     for place in ("99999", "a:b", str(tmp_path / "file")):
         monkeypatch.setenv("SYNCLINE_METRICS", place)
         with pytest.raises(ConfigurationError, match="SYNCLINE_METRICS"):
-            metrics.publish(lambda: pytest.fail("nobody asks"), 0)
+            metrics.publish(lambda: pytest.fail("nobody asks"), job(0))

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import pytest
 
 from syncline.fabric.progress import PHASES, Progress
-from syncline.fabric.statistics import FabricStatistics
 from syncline.runtime.control import ControlError
 from syncline.runtime.lookout import Lookout, PaceReport, rated_links, take_pace
 from syncline.topology import DirectedLink, Topology
@@ -149,17 +148,9 @@ def test_a_report_travels_and_nonsense_is_refused() -> None:
     progress = Progress()
     with progress.stepping(0):
         pass
-    moved = FabricStatistics(
-        rank=0,
-        time_s=0.0,
-        connections=(),
-        unexpected_bytes=0,
-        pending_receives=0,
-        refused_connections=0,
-        lost_peers=(),
-    )
-    told = take_pace(progress, moved, RACKS)
-    assert told.num_steps == 1
+    progress.loss, progress.num_samples = 0.5, 32
+    told = take_pace(progress, {LINKS[0]: 7}, RACKS)
+    assert (told.num_steps, told.link_bytes[0], told.loss, told.num_samples) == (1, 7, 0.5, 32)
     assert PaceReport.decode(told.encode(), len(LINKS)) == told
     for nonsense in (b"", told.encode()[:-1], b"\x09" + told.encode()[1:]):
         with pytest.raises(ControlError, match="of its pace"):

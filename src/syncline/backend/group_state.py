@@ -205,7 +205,7 @@ def _watch(world: GroupState) -> Callable[[], None]:
     _worlds.add(world)
     _register()
     world.communicator.watch_ranks()
-    return publish(world.communicator.statistics, world.communicator.rank)
+    return publish(world.communicator.statistics, lambda: world.communicator)
 
 
 @cache

@@ -46,7 +46,9 @@ def demo(
     ] = None,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps to train in all.")] = DEFAULT_STEPS,
     update: Annotated[Update, typer.Option(help="How parameters change from gradients.")] = Update.SHARDED,
-    output: Annotated[Path, typer.Option(metavar="DIR", help="Where the checkpoint goes.")] = Path("syncline-demo"),
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where the checkpoint and the report go.")] = Path(
+        "syncline-demo"
+    ),
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in DIR.")] = False,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.", show_default=False)
@@ -68,6 +70,7 @@ def demo(
         topology=chosen,
         num_ranks=num_ranks,
         trace=trace,
+        report=output / "report.html",
         terminal_rank=0,
     )
     raise typer.Exit(launch(request))

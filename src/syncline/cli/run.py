@@ -31,6 +31,10 @@ SecretFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="The job's shared secret (mode 0600).", show_default=False)
 ]
 Trace = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.", show_default=False)]
+Report = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write one HTML file of the run; or SYNCLINE_REPORT.", show_default=False),
+]
 LogDir = Annotated[
     Path | None,
     typer.Option(
@@ -86,6 +90,7 @@ def run(
     master: Master = None,
     secret_file: SecretFile = None,
     trace: Trace = None,
+    report: Report = None,
     log_dir: LogDir = None,
     behind: Behind = None,
     metrics: Metrics = None,
@@ -118,6 +123,7 @@ def run(
         master=master,
         secret_file=secret_file,
         trace=trace,
+        report=report,
         log_folder=log_dir,
         behind=behind,
         metrics=metrics,

@@ -182,6 +182,7 @@ def report(training: Training, loss: Tensor, wish: StopWish) -> bool:
     news = torch.tensor([loss.item(), float(wish.is_there)])
     training.fleet.all_reduce(news)
     training.losses[training.step] = float(news[0])
+    syncline.note(loss=news[0])
     return bool(news[1] > 0)
 
 

@@ -12,11 +12,14 @@ thread of this rank computes, as meanwhile nobody else is waited for.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
+
+from syncline.fabric.shortage import ProcessorShortage
 
 StallHandler = Callable[[int, bool], None]
 """Told on the communication loop's thread that a rank is stalled (True), or moves again (False)."""
@@ -61,6 +64,11 @@ class Progress:
         """Steps that are finished."""
         self.steps_s = 0.0
         """Seconds in them."""
+        self.num_samples = 0
+        """Samples of finished steps, as far as the user said so."""
+        self.loss = math.nan
+        """The last one that the user said."""
+        self.shortage = ProcessorShortage()
         self._waited_in_s = dict.fromkeys(PHASES, 0.0)
         self.on_span: SpanSink | None = None
         self.watcher: object = None
@@ -162,6 +170,7 @@ class Progress:
         self.num_steps, self.steps_s = before.num_steps, before.steps_s
         self._step_ns, self._first_step_ns = before._step_ns, before._first_step_ns
         self._phase_around = before._phase_around
+        self.num_samples, self.loss, self.shortage = before.num_samples, before.loss, before.shortage
 
     def waiting(self, reason: str = "") -> AbstractContextManager[None]:
         """Count a call that waits for other ranks, and say so while it does: ``with progress.waiting(): ...``."""

@@ -25,6 +25,14 @@ def merge_traces(paths: Iterable[str | Path], out: str | Path) -> int:
     >>> merge_traces(["trace-0.json", "trace-1.json"], "trace.json")
     2
     """
+    moved = gather_events(paths)
+    with Path(out).open("w", encoding="utf-8") as file:
+        json.dump({"traceEvents": moved, "displayTimeUnit": "ms"}, file)
+    return sum("ts" in event for event in moved)
+
+
+def gather_events(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
+    """Return the events of all ``paths`` as the Chrome format has them, times (in us) from zero."""
     ranks = [_read(Path(path)) for path in paths]
     anchors_ns: dict[str, int] = {}
     moved = [event for events in ranks for event in _on_wall_clock(events, anchors_ns)]
@@ -32,9 +40,7 @@ def merge_traces(paths: Iterable[str | Path], out: str | Path) -> int:
     for event in moved:
         if "ts" in event:
             event["ts"] = round(event["ts"] - first_us, 3)
-    with Path(out).open("w", encoding="utf-8") as file:
-        json.dump({"traceEvents": moved, "displayTimeUnit": "ms"}, file)
-    return sum("ts" in event for event in moved)
+    return moved
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

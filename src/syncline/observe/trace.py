@@ -19,6 +19,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,16 @@ class Trace:
         now_ns = time.monotonic_ns()
         self._record(("i", name, category, now_ns, now_ns, args))
 
-    def counter(self, name: str, value: float) -> None:
-        """Record a quantity that has ``value`` from now on."""
+    def counter(self, name: str, value: float | Mapping[str, float]) -> None:
+        """Record a quantity that has ``value`` from now on, or several by their names."""
         now_ns = time.monotonic_ns()
-        self._record(("C", name, "", now_ns, now_ns, {"value": value}))
+        values = dict(value) if isinstance(value, Mapping) else {"value": value}
+        self._record(("C", name, "", now_ns, now_ns, values))
+
+    def about(self, kind: str, **facts: Any) -> None:
+        """Record what readers of the trace need to know of the job, and viewers leave out; the last one counts."""
+        now_ns = time.monotonic_ns()
+        self._record(("M", f"syncline_{kind}", "", now_ns, now_ns, facts))
 
     def flush(self) -> None:
         """Write what was recorded to the file, if there is one."""
@@ -178,7 +185,10 @@ class NullTrace(Trace):
     def instant(self, name: str, category: str, **args: Any) -> None:
         """Nothing."""
 
-    def counter(self, name: str, value: float) -> None:
+    def counter(self, name: str, value: float | Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def about(self, kind: str, **facts: Any) -> None:
         """Nothing."""
 
 

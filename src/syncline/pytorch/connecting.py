@@ -19,11 +19,12 @@ from syncline.fabric.sockets import resolve_address
 from syncline.last_words import leave_at_exit
 from syncline.observe import Trace
 from syncline.pytorch.environment import FLAT, MEASURE, Environment
+from syncline.pytorch.reporting import trace_folder
 from syncline.pytorch.user_secret import user_secret
 from syncline.runtime import CommunicationLoop, Communicator, match_topology
 from syncline.schedule import with_gateways_chosen
 from syncline.topology import Topology
-from syncline.variables import FLIGHT, process_variables
+from syncline.variables import FLIGHT, REPORT, process_variables
 
 CONNECT_MARGIN_S = 30.0
 """The fabric keeps its own deadlines; this is for a loop that does not answer."""
@@ -196,6 +197,8 @@ def _match(
 
 def _open_trace(environment: Environment, topology: Topology) -> Trace | None:
     given = environment.trace
+    if given is None and not environment.join and (target := process_variables().get(REPORT)):
+        given = trace_folder(Path(target), rank=environment.rank, world_size=environment.world_size)
     if given is None or isinstance(given, Trace):
         return given
     path = given / f"trace-{environment.rank}.json" if given.is_dir() else given

@@ -128,7 +128,7 @@ def open_fleet(environment: Environment, *, is_current: bool = True) -> Fleet:
         fleet.communicator.open_segment(is_wanted=environment.uses_shared_memory)
         if is_current:
             enter_fleet(fleet)
-            stop = publish(fleet.statistics, fleet.rank)
+            stop = publish(fleet.statistics, lambda: fleet.communicator)
             fleet.on_close(lambda _: stop())
             if environment.on_preemption is not None:
                 fleet.preemption = Preemption(Notice[environment.on_preemption.upper()])

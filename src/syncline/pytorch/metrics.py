@@ -7,21 +7,23 @@ of which there are few: phases, reasons of waits, kinds of calls, and the links 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
+from syncline.arguments import Whole, checked
 from syncline.endpoints import parse_endpoint
 from syncline.errors import ConfigurationError
-from syncline.runtime import FleetStatistics
+from syncline.runtime import Communicator, FleetStatistics
 from syncline.variables import METRICS, process_variables
 
 WRITE_S = 10.0
 """How often a file is written; who reads one does so every 15 s or more."""
 
 Take = Callable[[], FleetStatistics]
-_sources: list[Take] = []
+_sources: list[tuple[Take, Callable[[], Communicator]]] = []
 """Of the jobs that this process has a part in, the last one counts."""
 
 
@@ -37,24 +39,53 @@ def metrics() -> dict[str, float]:
     ...     syncline.metrics()["steps"]
     0.0
     """
+    return _source()[0]().metrics()
+
+
+@checked
+def note(*, loss: SupportsFloat | None = None, samples: Whole = 0) -> None:
+    """Let reports, the live view and :func:`metrics` have this rank's ``loss``, and the ``samples`` of a step.
+
+    A tensor of one element is read at once. Samples are added up. Any thread may call it; nothing is sent for it.
+    Raises :class:`ConfigurationError` where there is neither fleet nor group.
+
+    >>> with syncline.init():
+    ...     syncline.note(loss=0.5, samples=32)
+    ...     syncline.metrics()["loss"]
+    0.5
+    """
+    communicator = _source()[1]()
+    if loss is not None:
+        communicator.progress.loss = value = float(loss)
+        if math.isfinite(value):  # JSON has no other numbers
+            communicator.trace.counter("loss", value)
+    communicator.progress.num_samples += samples
+
+
+def _source() -> tuple[Take, Callable[[], Communicator]]:
     if not _sources:
         raise ConfigurationError(
             "There is neither a fleet nor a process group of Syncline; call syncline.init(), or "
             'init_process_group("syncline")'
         )
-    return _sources[-1]().metrics()
+    return _sources[-1]
 
 
-def publish(take: Take, rank: int) -> Callable[[], None]:
+def publish(take: Take, find: Callable[[], Communicator]) -> Callable[[], None]:
     """Let :func:`metrics`, and Prometheus if the variable says so, have what ``take`` returns; return what ends that.
 
-    Raises :class:`ConfigurationError` for a port or folder that cannot be had.
+    ``find`` returns the job's communicator, whose trace gets the last numbers. Raises :class:`ConfigurationError` for a
+    port or folder that cannot be had.
     """
-    stop = _tell_prometheus(take, rank)
-    _sources.append(take)
+    stop = _tell_prometheus(take, find().rank)
+    source = take, find
+    _sources.append(source)
 
     def end() -> None:
-        _sources.remove(take)
+        _sources.remove(source)
+        if (trace := find().trace).enabled:
+            with contextlib.suppress(Exception):  # of a loop that has crashed, nothing is known
+                trace.about("totals", **take().metrics())
         stop()
 
     return end

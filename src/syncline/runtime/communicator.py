@@ -32,13 +32,15 @@ from syncline.runtime.relay import Relay
 from syncline.runtime.shared_memory import EngineLinks, SharedMemoryCollectives, open_together
 from syncline.runtime.statistics import FleetStatistics, take_statistics
 from syncline.runtime.work import Work
-from syncline.schedule import Collective, Layout, Schedule
+from syncline.schedule import Collective, Layout, Schedule, lower_bound, predict
 from syncline.topology import Topology
 from syncline.variables import behind_limit_s
 
 DEFAULT_TIMEOUT_S = 300.0
 LINGER_S = 0.2
 """After a failure, the others have this long to read why before they see this rank go."""
+MOST_PLANS = 32
+"""Of which a trace tells; each takes the model some milliseconds."""
 FLUSH_S = 1.0
 """A rank that is killed leaves a trace without its last second."""
 CLOSE_S = 30.0
@@ -91,6 +93,7 @@ class Communicator:
         self.connection_classes = ConnectionClasses(fabric, loop, timeout_s=timeout_s)
         self._on_close = on_close
         self._is_closed = self._is_interrupted = False
+        self._told_plans: set[tuple[str, int]] = set()
         self._shared_memory: dict[int, SharedMemoryCollectives] = {}  # by the streams whose calls they take
         self._last_statistics: FleetStatistics | None = None
         self.max_inflight_bytes = max_inflight_bytes or self._plans.inflight_bytes
@@ -235,6 +238,8 @@ class Communicator:
                 is_contiguous=schedule.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER),
                 parts=tuple(parts),
             )
+        if self.trace.enabled:
+            self._tell_plan(schedule, buffer.nbytes)
         call = CollectiveCall(
             **self.basic_settings(schedule.collective.value, settings),
             schedule=schedule,
@@ -247,6 +252,21 @@ class Communicator:
             elements=settings.get("elements", ""),
         )
         return self.submit(call, is_awaited=settings.get("is_awaited", False))
+
+    def _tell_plan(self, schedule: Schedule, num_bytes: int) -> None:
+        """Let the trace have what the model says of a schedule, once for each size, and of what bounds it."""
+        key = (schedule.digest, num_bytes)
+        if self.rank or not self.topology.has_rates or key in self._told_plans or len(self._told_plans) >= MOST_PLANS:
+            return
+        self._told_plans.add(key)
+        self.trace.about(
+            "plan",
+            collective=schedule.collective.value,
+            bytes=num_bytes,
+            planner=schedule.planner,
+            predicted_s=predict(schedule, self.topology, num_bytes, self.slice_bytes).time_s,
+            bound_s=lower_bound(self.topology, schedule.collective, num_bytes),
+        )
 
     @checked
     def all_reduce(self, buffer: memoryview, reduction: Reduction, **settings: Unpack[CallSettings]) -> Work:
@@ -407,6 +427,8 @@ class Communicator:
     def watch_ranks(self) -> None:
         """Tell rank 0 every few seconds how this one fares; there, say on standard error who holds the others up."""
         self.progress.watcher = self
+        if self.trace.enabled:
+            self._tell_trace()
         if self.world_size > 1:
             self._loop.call_soon(self._begin_watch, behind_limit_s())
 
@@ -424,16 +446,30 @@ class Communicator:
     def _tell_pace(self, lookout: Lookout | None) -> None:
         if self._is_closed or self._engine.failure is not None or self.progress.watcher is not self:
             return
-        report = take_pace(self.progress, self._fabric.statistics(), self.topology)
+        report = take_pace(self.progress, self._statistics().link_bytes, self.topology)
+        self._count_in_trace()
         now_s = self._loop.clock.time()
         if lookout is not None:
             lookout.hear(self.rank, report, now_s)
             for line in lookout.look(now_s):
+                self.trace.instant(line, "lookout")
                 with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
                     print(f"syncline: {line}", file=sys.stderr, flush=True)
         elif not self._fabric.is_lost(0):
             self._fabric.send_control(0, encode_pace(report.encode()))
         self._loop.clock.call_later(max(REPORT_S, self.world_size / 64), self._tell_pace, lookout)
+
+    def _tell_trace(self) -> None:
+        network = self.topology.to_yaml() if self.rank == 0 else None  # the same on all ranks
+        self.trace.about("job", rank=self.rank, members=list(self.members), topology=network)
+        self._count_in_trace()
+
+    def _count_in_trace(self) -> None:
+        """Record the sums until now of what each link has carried, and of what this rank has lacked."""
+        if self.trace.enabled:
+            moved = {f"{link.child} {link.direction}": sent for link, sent in self._statistics().link_bytes.items()}
+            self.trace.counter("bytes on links", moved)
+            self.trace.counter("seconds without a processor", self.progress.shortage.seconds())
 
     def write_flight(self, folder: Path) -> None:
         """Write the last calls to ``folder`` when calls fail or this closes, and when the process gets SIGUSR1."""
@@ -464,6 +500,9 @@ class Communicator:
         self._engine.count = count
 
     async def _take_statistics(self) -> FleetStatistics:
+        return self._statistics()
+
+    def _statistics(self) -> FleetStatistics:
         return take_statistics(
             self._fabric,
             self._engine,
@@ -481,11 +520,15 @@ class Communicator:
             return
         self._engine.leave()
         await self._fabric.close()
-        self._last_statistics = await self._take_statistics()
+        self._last_statistics = self._statistics()
+        if self.progress.watcher is self:
+            self._count_in_trace()
 
     async def _break_off(self, reason: str = "") -> None:
         self._relay.end(self.rank)
-        self._last_statistics = await self._take_statistics()
+        self._last_statistics = self._statistics()
+        if self.progress.watcher is self:
+            self._count_in_trace()
         self._fabric.abort(reason or ABORTED)
         self._engine.leave(tell=False)
 

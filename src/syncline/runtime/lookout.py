@@ -19,9 +19,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from syncline.fabric.progress import BACKWARD, ELSEWHERE, FORWARD, PHASES, STEP, Progress
-from syncline.fabric.statistics import FabricStatistics
 from syncline.runtime.control import ControlError
-from syncline.runtime.statistics import link_bytes
 from syncline.topology import DirectedLink, Topology
 from syncline.units import format_rate
 
@@ -36,7 +34,7 @@ KEPT_COST = 0.08
 """Who was named stays named until it costs less."""
 LEAST_USE, LEAST_WAIT = 0.6, 0.25
 """A link holds ranks up that is used for so much of the time, while they wait so much of it, and not much longer."""
-_FIXED = struct.Struct("<BBQQddddddd")
+_FIXED = struct.Struct("<BBQQQddddddddd")
 _NOT_HEARD_S = 10.0
 
 
@@ -55,24 +53,29 @@ class PaceReport:
     steps_s: float
     link_bytes: tuple[int, ...]
     """What it has put on each link, in the order of :func:`rated_links`."""
+    lacked_s: float = 0.0
+    """In which one of its threads was ready to run, and had no processor."""
+    num_samples: int = 0
+    loss: float = math.nan
+    """As the user said them, if they did."""
 
     def encode(self) -> bytes:
         """Return it as it travels."""
-        state = PHASES.index(self.phase), self.is_waiting, self.num_calls, self.num_steps
-        fixed = _FIXED.pack(*state, self.total_s, *self.own_s, self.waited_s, self.steps_s)
+        state = PHASES.index(self.phase), self.is_waiting, self.num_calls, self.num_steps, self.num_samples
+        fixed = _FIXED.pack(*state, self.loss, self.total_s, *self.own_s, self.waited_s, self.steps_s, self.lacked_s)
         return fixed + struct.pack(f"<{len(self.link_bytes)}Q", *self.link_bytes)
 
     @classmethod
     def decode(cls, body: bytes, num_links: int) -> PaceReport:
         """Read one; :class:`ControlError` for what is none."""
         try:
-            phase, is_waiting, num_calls, num_steps, *seconds = _FIXED.unpack_from(body)
+            phase, is_waiting, num_calls, num_steps, num_samples, loss, *seconds = _FIXED.unpack_from(body)
             link_bytes = struct.unpack(f"<{num_links}Q", body[_FIXED.size :])
         except struct.error as error:
             raise ControlError("of its pace what cannot be read") from error
         if phase >= len(PHASES) or not all(math.isfinite(one) and one >= 0 for one in seconds):
             raise ControlError("of its pace what cannot be")
-        total_s, *own_s, waited_s, steps_s = seconds
+        total_s, *own_s, waited_s, steps_s, lacked_s = seconds
         return cls(
             phase=PHASES[phase],
             is_waiting=bool(is_waiting),
@@ -83,6 +86,9 @@ class PaceReport:
             waited_s=waited_s,
             steps_s=steps_s,
             link_bytes=link_bytes,
+            lacked_s=lacked_s,
+            num_samples=num_samples,
+            loss=loss,
         )
 
 
@@ -95,11 +101,10 @@ def rated_links(topology: Topology) -> dict[DirectedLink, float]:
     return {link: rate for link, rate in found.items() if math.isfinite(rate)}
 
 
-def take_pace(progress: Progress, moved: FabricStatistics, topology: Topology) -> PaceReport:
-    """Return what this rank has done until now."""
+def take_pace(progress: Progress, bytes_of: Mapping[DirectedLink, int], topology: Topology) -> PaceReport:
+    """Return what this rank has done until now; ``bytes_of``: what it has put on each link."""
     own_s, waited_s = progress.own_s()
     rates = rated_links(topology)
-    bytes_of = link_bytes(moved, topology) if rates else {}
     return PaceReport(
         phase=progress.phase,
         is_waiting=progress.is_idle,
@@ -110,6 +115,9 @@ def take_pace(progress: Progress, moved: FabricStatistics, topology: Topology) -
         waited_s=waited_s,
         steps_s=progress.steps_s,
         link_bytes=tuple(bytes_of.get(link, 0) for link in rates),
+        lacked_s=progress.shortage.seconds(),
+        num_samples=progress.num_samples,
+        loss=progress.loss,
     )
 
 
@@ -119,6 +127,7 @@ class Share:
 
     own: Mapping[str, float]
     waited: float
+    lacked: float
     link_bytes_per_s: tuple[float, ...]
 
     @property
@@ -223,6 +232,7 @@ class Lookout:
         return Share(
             own={phase: (later - earlier) / seconds for phase, later, earlier in spent},
             waited=(last.waited_s - first.waited_s) / seconds,
+            lacked=(last.lacked_s - first.lacked_s) / seconds,
             link_bytes_per_s=tuple((later - earlier) / seconds for later, earlier in moved),
         )
 
@@ -238,7 +248,8 @@ class Lookout:
         if cost >= (KEPT_COST if name == self._named else LEAST_COST) and shares[slow].busy >= LEAST_FACTOR * usual:
             waited = median(share.waited for share in others), shares[slow].waited
             waits = f"they wait {waited[0]:.0%} of the time, and it {waited[1]:.0%}"
-            return name, f"{name} holds the others up ({waits}): {self._reason(shares[slow], others)}"
+            why = self._reason(shares[slow], others) + _shortage(shares[slow], others, cost)
+            return name, f"{name} holds the others up ({waits}): {why}"
         return self._full_link(list(shares.values()))
 
     def _reason(self, slow: Share, others: Sequence[Share]) -> str:
@@ -269,3 +280,13 @@ class Lookout:
         name = f"the link of {fullest.child} {fullest.direction}"
         moves = f"{used[fullest]:.0%} of {format_rate(self._rates[fullest])} is used"
         return name, f"{name} holds the ranks up: {moves}, and they wait {waited:.0%} of the time"
+
+
+def _shortage(slow: Share, others: Sequence[Share], cost: float) -> str:
+    """Say that the rank lacked a processor, where that is half of what it costs the others."""
+    usual = median(share.lacked for share in others)
+    if slow.lacked - usual < cost / 2:
+        return ""
+    return (
+        f"; for {slow.lacked:.0%} of the time one of its threads was ready and had no processor, {usual:.0%} of theirs"
+    )

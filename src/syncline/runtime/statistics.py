@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,12 @@ class FleetStatistics:
     """Seconds of this rank's own in each phase, without the waits in it."""
     num_steps: int
     """Steps that are finished."""
+    num_samples: int
+    """Samples in them, as far as the user said."""
+    loss: float
+    """The last one that the user said; NaN without."""
+    lacked_s: float
+    """Seconds in which one of this rank's threads was ready to run, and had no processor."""
     steps_s: float
     """Seconds in them, from the first forward pass on; with process groups, from the end of the step before."""
     starting_s: float
@@ -90,6 +97,7 @@ class FleetStatistics:
             "starting_s": self.starting_s,
             "between_steps_s": max(0.0, self.total_s - self.starting_s - self.steps_s),
             "waited_s": sum(self.waited_s.values()),
+            "lacked_processor_s": self.lacked_s,
             "sent_bytes": self.fabric.sent_bytes,
             "received_bytes": self.fabric.received_bytes,
             "queued_bytes": self.queued_bytes,
@@ -99,6 +107,10 @@ class FleetStatistics:
             "lost_ranks": len(self.fabric.lost_peers),
             "epoch": self.epoch,
         }
+        if self.num_samples:
+            found["samples"] = self.num_samples
+        if not math.isnan(self.loss):
+            found["loss"] = self.loss
         found |= {f"own_{phase}_s": seconds for phase, seconds in self.own_s.items()}
         found |= {f"waited_{_word(reason)}_s": seconds for reason, seconds in self.waited_s.items()}
         found |= {f"calls_{kind}": number for kind, number in self.calls.items()}
@@ -144,6 +156,9 @@ def take_statistics(
         waited_s=MappingProxyType(dict(progress.waited_s)),
         own_s=MappingProxyType(progress.own_s()[0]),
         num_steps=progress.num_steps,
+        num_samples=progress.num_samples,
+        loss=progress.loss,
+        lacked_s=progress.shortage.seconds(),
         steps_s=progress.steps_s,
         starting_s=progress.starting_s,
         total_s=progress.total_s,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from syncline.cli.launcher.job import Job, RankProcess
+from syncline.variables import REPORT
 
 JOIN, JOIN_PORT = "SYNCLINE_JOIN", "SYNCLINE_JOIN_PORT"
 PLACE = frozenset(
@@ -79,6 +80,7 @@ def _set_syncline_variables(
     _set_or_clear(environment, "SYNCLINE_HOST", process.host if is_named else None)
     _set_or_clear(environment, "SYNCLINE_TOPOLOGY", job.topology)
     _set_or_clear(environment, "SYNCLINE_TRACE", trace_file)
+    environment.pop(REPORT, None)  # the launcher writes it
     if secret_file is not None:
         environment.pop("SYNCLINE_SECRET", None)
         environment["SYNCLINE_SECRET_FILE"] = str(secret_file)

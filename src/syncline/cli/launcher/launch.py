@@ -14,13 +14,13 @@ from syncline.cli.launcher.folder import own_folder
 from syncline.cli.launcher.job import Job, build_job, choose_host, choose_master, newcomers
 from syncline.cli.launcher.restarts import RestartLimits
 from syncline.cli.launcher.scratch import (
-    check_trace_place,
+    check_place,
     merge_trace_parts,
     open_logs,
+    own_target,
     prepare_secret,
     reserved_port,
     trace_parts,
-    trace_target,
 )
 from syncline.cli.launcher.session import Session
 from syncline.cli.launcher.supervisor import Limits
@@ -28,7 +28,7 @@ from syncline.cli.launcher.terminal import Terminal, labels
 from syncline.errors import ConfigurationError
 from syncline.last_words import LAST_WORDS
 from syncline.topology import Topology
-from syncline.variables import BEHIND, FLIGHT, METRICS, process_variables
+from syncline.variables import BEHIND, FLIGHT, METRICS, REPORT, process_variables
 
 ON_PREEMPTION = "SYNCLINE_ON_PREEMPTION"
 NOTICE_S = 25.0
@@ -48,6 +48,7 @@ class Request:
     master: str | None = None
     secret_file: Path | None = None
     trace: Path | None = None
+    report: Path | None = None
     log_folder: Path | None = None
     behind: str | None = None
     metrics: str | None = None
@@ -61,8 +62,12 @@ class Request:
 def launch(request: Request, *, terminal: Terminal | None = None) -> int:
     """Start this host's ranks and wait for them; returns the exit code."""
     terminal = terminal or Terminal()
+    if request.report is None and (named := process_variables().get(REPORT)):
+        request = replace(request, report=Path(named))
     if request.trace:
-        check_trace_place(request.trace)
+        check_place(request.trace, "--trace")
+    if request.report:
+        check_place(request.report, "--report")
     if request.elastic is not None and request.elastic.join is not None:
         with own_folder() as scratch:
             return _run_in(scratch, request, _newcomers(request, request.elastic.join), request.host, terminal)
@@ -83,7 +88,8 @@ def _run_in(scratch: Path, request: Request, job: Job, host: str | None, termina
     base = _base_variables(request)
     limits = replace(request.limits, stubborn_s=NOTICE_S) if base.get(ON_PREEMPTION) else request.limits
     secret = prepare_secret(job, asked=request.secret_file, environment=process_variables(), folder=scratch)
-    target = trace_target(job, request.trace, host) if request.trace else None
+    asked = request.trace or (scratch / "trace.json" if request.report else None)
+    target = own_target(job, asked, host) if asked else None
     traces = trace_parts(job, target) if target else {}
     with open_doors(request.elastic, job, request.restarts) as doors:
         environments = {
@@ -111,8 +117,8 @@ def _run_in(scratch: Path, request: Request, job: Job, host: str | None, termina
             far_door=doors.far,
         )
         code = run_job(session, terminal)
-    if target:
-        _save_trace(target, traces, terminal)
+    if target and _save_trace(target, traces, terminal, is_told=request.trace is not None) and request.report:
+        _save_report(target, own_target(job, request.report, host), request.command, terminal)
     return code
 
 
@@ -168,13 +174,27 @@ def _terminal_rank(request: Request, job: Job) -> int | None:
     return asked if asked in [process.rank for process in job.processes] else None
 
 
-def _save_trace(target: Path, parts: Mapping[int, Path], terminal: Terminal) -> None:
+def _save_trace(target: Path, parts: Mapping[int, Path], terminal: Terminal, *, is_told: bool) -> bool:
+    """Merge what the ranks have written; returns whether there is anything."""
     try:
         num_written = merge_trace_parts(parts, target)
     except OSError as error:  # the job itself is over, and its exit code stands
         terminal.say(f"the trace {target} cannot be written: {error.strerror}", is_error=True)
-        return
-    if num_written:
-        terminal.say(f"trace of {num_written} of {len(parts)} ranks: {target} (opens in https://ui.perfetto.dev)")
-    else:
+        return False
+    if not num_written:
         terminal.say("no rank wrote a trace; a script traces itself once it calls syncline.init()", is_error=True)
+    elif is_told:
+        terminal.say(f"trace of {num_written} of {len(parts)} ranks: {target} (opens in https://ui.perfetto.dev)")
+    return num_written > 0
+
+
+def _save_report(trace: Path, target: Path, command: tuple[str, ...], terminal: Terminal) -> None:
+    from syncline.report.writing import write_report
+
+    title = next((Path(word).name for word in command if word.endswith(".py")), command[-1])
+    try:
+        write_report(trace, target, title=title)
+    except ConfigurationError as error:  # the job itself is over, and its exit code stands
+        terminal.say(str(error), is_error=True)
+        return
+    terminal.say(f"report: {target} (opens in a browser)")

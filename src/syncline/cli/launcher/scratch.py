@@ -71,15 +71,15 @@ def shared_secret(environment: Mapping[str, str]) -> Iterator[Mapping[str, str]]
         yield {"SYNCLINE_SECRET_FILE": str(write_secret(folder))}
 
 
-def check_trace_place(path: Path) -> None:
-    """Raise :class:`ConfigurationError` now, not after hours, if the trace cannot be written there."""
+def check_place(path: Path, option: str) -> None:
+    """Raise :class:`ConfigurationError` now, not after hours, if what an option names cannot be written there."""
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise ConfigurationError(f"--trace {path}: there is no folder {folder}")
+        raise ConfigurationError(f"{option} {path}: there is no folder {folder}")
     if path.is_dir():
-        raise ConfigurationError(f"--trace {path}: this is a folder; name a file in it")
+        raise ConfigurationError(f"{option} {path}: this is a folder; name a file in it")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigurationError(f"--trace {path}: it cannot be written there; name a file in another folder")
+        raise ConfigurationError(f"{option} {path}: it cannot be written there; name a file in another folder")
 
 
 def trace_parts(job: Job, target: Path) -> Mapping[int, Path]:
@@ -117,6 +117,6 @@ def open_logs(job: Job, asked: Path | None, environment: Mapping[str, str]) -> M
     return logs
 
 
-def trace_target(job: Job, asked: Path, host: str | None) -> Path:
-    """Name this launcher's trace: as asked, with the host's name in it where others write theirs too."""
+def own_target(job: Job, asked: Path, host: str | None) -> Path:
+    """Name this launcher's trace or report: as asked, with the host's name in it where others write theirs too."""
     return asked if job.is_whole or host is None else asked.with_suffix(f".{host}{asked.suffix}")

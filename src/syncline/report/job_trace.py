@@ -1,0 +1,170 @@
+"""Reads a trace back: what each rank did and when, which links carried how much, and what the job said of itself."""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from syncline.errors import ConfigurationError
+from syncline.observe import gather_events
+from syncline.topology import DirectedLink, Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Something that took from ``start_s`` to ``end_s``, in seconds from the trace's begin."""
+
+    name: str
+    start_s: float
+    end_s: float
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end_s - self.start_s
+
+    def overlap_s(self, start_s: float, end_s: float) -> float:
+        """Return how much of it lies between two times."""
+        return max(0.0, min(self.end_s, end_s) - max(self.start_s, start_s))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTrace:
+    """What one rank recorded."""
+
+    rank: int
+    name: str
+    spans: Mapping[str, Sequence[Span]]
+    """By category, ordered by their start."""
+    counters: Mapping[str, Sequence[tuple[float, Mapping[str, float]]]]
+    """Values from a time on, by name; sums since the start, mostly."""
+    instants: Sequence[Span]
+    """What happened at one time."""
+    facts: Mapping[str, Sequence[Mapping[str, Any]]]
+    """What the rank said of the job: its ``totals``, ``plan`` and so on."""
+
+    @cached_property
+    def steps(self) -> Mapping[int, Span]:
+        """Steps that it finished, by number."""
+        return {int(span.name.split()[-1]): span for span in self.spans.get("step", ())}
+
+    def between(self, category: str, start_s: float, end_s: float) -> list[Span]:
+        """Return the spans of a category whose spans follow each other that overlap a time."""
+        spans = self.spans.get(category, ())
+        first = max(0, bisect_right(spans, start_s, key=lambda span: span.start_s) - 1)
+        last = bisect_right(spans, end_s, key=lambda span: span.start_s)
+        return [span for span in spans[first:last] if span.end_s > start_s]
+
+    def values_at(self, counter: str, time_s: float) -> dict[str, float]:
+        """Return what a counter had counted at a time, on a straight line between two looks at it."""
+        looks = self.counters.get(counter, ())
+        after = bisect_right(looks, time_s, key=lambda look: look[0])
+        if not after:
+            return {}
+        (before_s, before), (after_s, later) = looks[after - 1], looks[min(after, len(looks) - 1)]
+        part = (time_s - before_s) / (after_s - before_s) if after_s > before_s else 0.0
+        return {key: before.get(key, 0.0) + part * (value - before.get(key, 0.0)) for key, value in later.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobTrace:
+    """The traces of a job's ranks, on one time line."""
+
+    ranks: tuple[RankTrace, ...]
+    topology: Topology | None
+    """None where rank 0 did not say, because its trace is missing or it did not connect."""
+
+    @property
+    def end_s(self) -> float:
+        """When the last thing happened."""
+        ends = [span.end_s for one in self.ranks for spans in (*one.spans.values(), one.instants) for span in spans]
+        return max(ends, default=0.0)
+
+    @cached_property
+    def step_ends_s(self) -> dict[int, float]:
+        """When each step was over on the last rank that finished it."""
+        ends: dict[int, float] = {}
+        for one in self.ranks:
+            for number, span in one.steps.items():
+                ends[number] = max(ends.get(number, 0.0), span.end_s)
+        return dict(sorted(ends.items()))
+
+    def link_bytes(self, start_s: float, end_s: float) -> dict[DirectedLink, float]:
+        """Return what all ranks have put on each link between two times."""
+        moved: dict[DirectedLink, float] = defaultdict(float)
+        for one in self.ranks:
+            before = one.values_at("bytes on links", start_s)
+            for link, value in one.values_at("bytes on links", end_s).items():
+                name, _, direction = link.rpartition(" ")
+                moved[DirectedLink(name, "up" if direction == "up" else "down")] += value - before.get(link, 0.0)
+        return dict(moved)
+
+    def plans(self) -> list[Mapping[str, Any]]:
+        """Return what the model said of collectives, the largest first."""
+        told = [plan for one in self.ranks for plan in one.facts.get("plan", ())]
+        return sorted(told, key=lambda plan: -plan["bytes"])
+
+
+def read_job_trace(path: str | Path) -> JobTrace:
+    """Read a file that ``syncline run --trace`` wrote, one rank's own, or a folder with those of several.
+
+    Raises :class:`ConfigurationError` for what is none.
+
+    >>> trace = syncline.observe.Trace(rank=0, path="trace-0.json"); trace.close()
+    >>> read_job_trace("trace-0.json").ranks[0].name
+    'rank 0'
+    """
+    path = Path(path)
+    try:
+        if path.is_dir():
+            parts = sorted(path.glob("*.json"))
+            if not parts:
+                raise ConfigurationError(f"a trace must be a file, or a folder with those of ranks; '{path}' has none")
+            return _build(gather_events(parts))
+        with path.open(encoding="utf-8") as file:
+            if file.read(1) != "{":
+                return _build(gather_events([path]))
+            file.seek(0)
+            return _build(json.load(file)["traceEvents"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigurationError(
+            f"'{path}' cannot be read as a trace ({error}); name one that syncline run --trace wrote"
+        ) from error
+
+
+def _build(events: Iterable[Mapping[str, Any]]) -> JobTrace:
+    by_rank: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for event in events:
+        by_rank[event["pid"]].append(event)
+    ranks = tuple(_build_rank(rank, told) for rank, told in sorted(by_rank.items()))
+    jobs = [job for one in ranks for job in one.facts.get("job", ()) if job["topology"]]
+    return JobTrace(ranks=ranks, topology=Topology.parse(jobs[-1]["topology"]) if jobs else None)
+
+
+def _build_rank(rank: int, events: Iterable[Mapping[str, Any]]) -> RankTrace:
+    name, spans = f"rank {rank}", defaultdict[str, list[Span]](list)
+    instants: list[Span] = []
+    counters = defaultdict[str, list[tuple[float, Mapping[str, float]]]](list)
+    facts = defaultdict[str, list[Mapping[str, Any]]](list)
+    for event in sorted(events, key=lambda event: event.get("ts", 0.0)):
+        args, start_s = event.get("args", {}), event.get("ts", 0.0) / 1e6
+        if event["ph"] == "C":
+            counters[event["name"]].append((start_s, args))
+        elif event["ph"] == "M":
+            if event["name"] == "process_name":
+                name = args["name"]
+            if found := re.fullmatch("syncline_(.*)", event["name"]):
+                facts[found[1]].append(args)
+        else:
+            end_s = start_s + event.get("dur", 0.0) / 1e6
+            span = Span(name=event["name"], start_s=start_s, end_s=end_s, args=args)
+            (spans[event["cat"]] if event["ph"] == "X" else instants).append(span)
+    return RankTrace(rank=rank, name=name, spans=spans, counters=counters, instants=instants, facts=facts)

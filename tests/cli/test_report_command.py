@@ -1,0 +1,72 @@
+"""``syncline run --report``, its variable under other launchers, ``syncline report`` and ``syncline explain``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rank_scripts import run_python, run_script
+
+SCRIPT = """
+import torch, torch.distributed as dist, syncline
+dist.init_process_group("syncline")
+weight = torch.nn.Parameter(torch.ones(3))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for _ in range(3):
+    weight.square().sum().backward()
+    dist.all_reduce(weight.grad)
+    optimizer.step()
+    syncline.note(loss=0.5)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A script, a report of its run on 2 ranks, and the run's trace."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "train.py").write_text(SCRIPT)
+    report, trace = str(folder / "run.html"), str(folder / "run.json")
+    options = ("run", "--ranks", "2", "--report", report, "--trace", trace)
+    done = run_python("-m", "syncline.cli.main", *options, str(folder / "train.py"), splits=True)
+    assert done.returncode == 0, done.stderr
+    assert f"report: {report}" in done.stdout + done.stderr
+    return folder
+
+
+def assert_is_report(path: Path) -> None:
+    page = path.read_text()
+    assert "2 ranks" in page
+    assert "3 steps" in page
+
+
+def test_a_process_group_gets_a_report_with_an_option(folder: Path) -> None:
+    assert_is_report(folder / "run.html")
+
+
+def test_under_other_launchers_rank_0_writes_it(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "run.html"
+    ended = run_script(folder / "train.py", 2, extra={"SYNCLINE_REPORT": str(target)}, finalizes=True)
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert f"syncline: report: {target}" in ended[0][1]
+    assert_is_report(target)
+    assert list(tmp_path.iterdir()) == [target], "traces are gone"
+
+
+def test_a_trace_is_reported_and_explained_later(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "later.html"
+    done = run_python("-m", "syncline.cli.main", "report", str(folder / "run.json"), "--out", str(out), splits=True)
+    assert done.returncode == 0, done.stderr
+    assert_is_report(out)
+    done = run_python("-m", "syncline.cli.main", "explain", str(folder / "run.json"), splits=True)
+    assert done.returncode == 0, done.stderr
+    assert "A step took" in done.stdout
+    assert "own time of each rank" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["report", "explain"])
+def test_what_is_no_trace_is_refused(command: str, tmp_path: Path) -> None:
+    done = run_python("-m", "syncline.cli.main", command, str(tmp_path / "none.json"), splits=True)
+    assert done.returncode == 2
+    assert "cannot be read as a trace" in done.stderr
