@@ -46,8 +46,10 @@ Where a script must know a difference:
   `Join(..., divide_by_initial_world_size=False)`.
 - Where batches differ in size between ranks and nothing was said, the mean is DDP's (each rank counts alike), and
   rank 0 warns once: `samples="batch"` would weigh by size.
-- Buffers are rank 0's from each `step()` on, on all ranks. A forward pass in eval mode or under `no_grad` broadcasts
-  nothing, so that one rank may validate alone; with DDP that is to be done with `model.module`.
+- Buffers are rank 0's from each `step()` on, on all ranks; DDP leaves each rank its own where a step's last forward
+  pass was under `no_grad`. A forward pass under `no_grad` between two steps broadcasts nothing, so that one rank may
+  validate alone; with DDP that is to be done with `model.module`. Where a forward pass changes buffers that the next
+  of the same step may read, rank 0's are broadcast first, as with DDP, and all ranks must make as many passes.
 
 The scripts are in `tests/conformance/programs/`; `pytest tests/conformance -k NAME` runs one. `ports_language` and
 `ports_vision` are the loops of nanoGPT, minGPT and of PyTorch's mnist, imagenet and dcgan examples in their structure.

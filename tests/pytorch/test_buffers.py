@@ -106,6 +106,67 @@ def test_a_rank_may_look_ahead_with_gradients(rule: UpdateRule, run_fleets: Any)
     run_fleets(2, body)
 
 
+class Moving(nn.Module):
+    """Reads a mean, which each forward pass moves if it is to."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("mean", torch.zeros(()))
+        self.seen: list[float] = []
+
+    def forward(self, inputs: torch.Tensor, *, moves: bool = True) -> torch.Tensor:
+        self.seen.append(float(self.mean))
+        if moves:
+            self.mean += inputs[0]
+        return self.weight * inputs
+
+
+@by_rule
+def test_a_later_pass_of_a_step_reads_what_rank_0s_last_one_wrote_whether_or_not_this_rank_wrote(
+    rule: UpdateRule, run_fleets: Any
+) -> None:
+    """All write in the first step; then rank 0 alone, and then all others."""
+
+    def body(fleet: Fleet) -> list[float]:
+        model = Moving()
+        model, optimizer = distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), rule, fleet=fleet)
+        for step in range(3):
+            moves = step == 0 or (fleet.rank == 0) == (step == 1)
+            for _ in range(3):
+                model(torch.full((2,), 1.0 + fleet.rank), moves=moves).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.seen
+
+    assert run_fleets(3, body) == [[0, 1, 2, 3, 4, 5, 6, 6, 6]] * 3
+
+
+@by_rule
+def test_where_no_pass_reads_what_another_wrote_ranks_make_as_many_in_a_step_as_they_like(
+    rule: UpdateRule, run_fleets: Any
+) -> None:
+    """BatchNorm in training mode reads no buffer: passes of one rank alone wait for nobody."""
+
+    def body(fleet: Fleet) -> torch.Tensor:
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        model, optimizer = distribute(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), rule, fleet=fleet, samples=lambda *_: 1
+        )
+        inputs = torch.randn(4, 2, generator=torch.Generator().manual_seed(fleet.rank))
+        for _ in range(2):
+            sum(model(inputs).square().sum() for _ in range(1 + fleet.rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model[1].running_mean.clone()
+
+    first, *others = run_fleets(3, body)
+    assert all(torch.equal(first, other) for other in others)
+    assert first.any()
+
+
 @by_rule
 def test_without_broadcasts_each_rank_keeps_its_own_from_the_same_start_as_in_ddp(
     rule: UpdateRule, run_fleets: Any

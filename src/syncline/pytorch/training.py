@@ -378,6 +378,8 @@ class Training:
         self._collector.forget_broken()
         self._buffers.finish()
         self._progress.enter(FORWARD)
+        if self.updater.is_synchronous and self._joining is None:
+            self._buffers.begin_again()
         if not torch.is_grad_enabled():
             self._finish_waiting()  # PyTorch may take fused paths here, which it does not take with waiting parameters
             return
@@ -389,6 +391,7 @@ class Training:
             return
         if backward_pass() == -1:
             self._progress.leave()
+            self._buffers.end_forward(is_synchronised=self._collector.is_synchronised and torch.is_grad_enabled())
             if torch.is_grad_enabled():
                 self._watch.see_batch(args, kwargs)
                 self.tuner.end_forward()

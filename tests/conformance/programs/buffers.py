@@ -174,6 +174,98 @@ def buffers_written_in_forward(run: Run) -> Values:
     return evaluated(run, model, losses=losses)
 
 
+@program(
+    "statistics of inputs that each forward pass moves and reads, two passes to a step", has_union=False, worlds=(2, 3)
+)
+def statistics_read_by_the_next_pass(run: Run) -> Values:
+    model = Counting()
+    model, optimizer = run.wrap(model, sgd(model))
+    for _ in range(4):
+        optimizer.zero_grad()
+        for inputs, targets in run.pairs(2):
+            mse(model(inputs), targets).backward()
+        optimizer.step()
+    return evaluated(run, model)
+
+
+@program("the same, where the first of both passes is under no_sync", has_union=False)
+def statistics_read_under_no_sync(run: Run) -> Values:
+    model = Counting()
+    model, optimizer = run.wrap(model, sgd(model))
+    for _ in range(4):
+        (inputs, targets), (more, others) = run.pairs(2)
+        optimizer.zero_grad()
+        with run.no_sync(model):
+            mse(model(inputs), targets).backward()
+        mse(model(more), others).backward()
+        optimizer.step()
+    return evaluated(run, model)
+
+
+@program("a target from a pass under no_grad between two others, with statistics that each moves", has_union=False)
+def statistics_read_for_a_target(run: Run) -> Values:
+    model = Counting()
+    model, optimizer = run.wrap(model, adam(model))
+    for _ in range(5):
+        inputs, more = run.normal(4, 6), run.normal(4, 6)
+        optimizer.zero_grad()
+        outputs = model(inputs)
+        with torch.no_grad():
+            targets = model(more)
+        mse(outputs + model(more), targets + 0.5).backward()
+        optimizer.step()
+    return evaluated(run, model)
+
+
+@program("BatchNorm trained and then evaluated with gradients in one step, for consistency of both", has_union=False)
+def batch_norm_of_both_modes(run: Run) -> Values:
+    model = normalised()
+    model, optimizer = run.wrap(model, sgd(model))
+    for _ in range(4):
+        inputs, targets = run.normal(4, 6), run.normal(4, 3)
+        optimizer.zero_grad()
+        outputs = model(inputs)
+        model.eval()
+        evaluated_outputs = model(inputs)
+        model.train()
+        (mse(outputs, targets) + mse(evaluated_outputs, outputs.detach())).backward()
+        optimizer.step()
+    return evaluated(run, model)
+
+
+class Codebook(nn.Module):
+    """VQ-VAE in small: codes follow what is assigned to them by a moving average of this rank's own batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(6, 4), nn.Linear(4, 6)
+        self.register_buffer("codes", torch.randn(5, 4))
+        self.register_buffer("sizes", torch.ones(5))
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        latents = self.encoder(inputs)
+        codes = self.codes.clone()
+        chosen = functional.one_hot(torch.cdist(latents, codes).argmin(1), 5).to(latents.dtype)
+        if self.training:
+            self.sizes.lerp_(chosen.sum(0) + 0.1, 0.2)
+            self.codes.lerp_((chosen.T @ latents.detach() + 0.1 * codes) / self.sizes[:, None], 0.2)
+        quantised = chosen @ codes
+        return self.decoder(latents + (quantised - latents).detach()), mse(latents, quantised)
+
+
+@program("VQ-VAE: a codebook that each forward pass moves, two views of a batch to a step", has_union=False)
+def codebook_of_two_views(run: Run) -> Values:
+    model = Codebook()
+    model, optimizer = run.wrap(model, adam(model))
+    for _ in range(5):
+        inputs = run.normal(6, 6)
+        optimizer.zero_grad()
+        (first, own), (second, other) = model(inputs), model(inputs + 0.1 * run.normal(6, 6))
+        (mse(first, inputs) + mse(second, inputs) + 0.25 * (own + other)).backward()
+        optimizer.step()
+    return evaluated(run, model)
+
+
 @program("a buffer that the loop writes between steps, alike on all ranks")
 def buffer_written_by_the_loop(run: Run) -> Values:
     model = Counting().eval()
