@@ -111,7 +111,7 @@ def test_readiness_tells_of_the_first_failure() -> None:
 
 @pytest.mark.parametrize("rule", [Sharded, AllReduce])
 def test_rules_are_checked_when_they_are_written(rule: type) -> None:
-    for options in ({"bucket_bytes": 0}, {"slice_bytes": -1}):
+    for options in ({"bucket_bytes": 0}, {"bucket_bytes": -1}):
         with pytest.raises(ConfigurationError, match="a whole number from 1 up"):
             rule(**options)
     assert rule() == rule()

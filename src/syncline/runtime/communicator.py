@@ -210,6 +210,10 @@ class Communicator:
                 raise self._loop.stopped(error) from error
         return work
 
+    def begin_work(self, label: str) -> Work:
+        """Return a work for what several calls make, which whoever makes them ends (:meth:`Work.end`)."""
+        return Work(label, timeout_s=self.timeout_s, loop=self._loop, progress=self.progress)
+
     def basic_settings(self, label: str, settings: BasicSettings) -> dict[str, Any]:
         """Return what any call here is made with: what ``settings`` say, else what is usual; it is called ``label``."""
         return common_settings(settings, label=label, stream=self.user_stream, timeout_s=self.timeout_s)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -14,9 +15,29 @@ from syncline.tensors.memory import summands_of
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_schedule import BucketSchedule
 from syncline.updates.control import ControlStream
+from syncline.updates.state import StateEntry, StateSource
 
 MOST_SHARED_BYTES = 2 << 20
 """Of a bucket that moves through a segment; communication threads move what is larger, under the computation."""
+
+
+class Crossing(Protocol):
+    """Another way for buckets, in fewer bytes (:mod:`.compression`)."""
+
+    def start(self, bucket: Bucket, collective: Collective, step: int | None, values: torch.Tensor) -> Work | None:
+        """Begin to move ``values``; None if they go the usual way."""
+
+    def keep(self, bucket: Bucket) -> None:
+        """Keep the owned parameters of a bucket, before they are stepped."""
+
+    def close(self) -> None:
+        """Give up what is under way."""
+
+    def state_entries(self) -> Iterable[StateEntry]:
+        """Yield what belongs in a checkpoint."""
+
+    def load_state(self, source: StateSource) -> None:
+        """Take that from one."""
 
 
 class BucketCollectives:
@@ -33,6 +54,7 @@ class BucketCollectives:
         self.timeout_s = communicator.timeout_s
         """How long any of its calls may take."""
         self.trace = communicator.trace
+        self.crossing: Crossing | None = None
         self.control = control
         self._classes = (connection_class,) * len(bucket_schedules)
         self.enter(communicator, bucket_schedules)
@@ -114,6 +136,8 @@ class BucketCollectives:
         bucket_schedule = self.bucket_schedules[bucket.index]
         if values is None:
             values = bucket.wire_parameters if is_gather else bucket.wire_gradients
+        if self.crossing is not None and (work := self.crossing.start(bucket, collective, step, values)) is not None:
+            return work
         return self.communicator.start(
             bucket_schedule.schedules[collective],
             *summands_of(values),

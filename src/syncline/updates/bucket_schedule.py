@@ -55,7 +55,7 @@ class BucketScheduleOptions:
     ``whole_parameters``: each parameter has one owner, and ranks have parameters of about as much ``cost`` as they
     have ``portions``. ``num_copies``: of parameters and of optimizer state that a rank keeps in a step.
     ``replicate``: which parts of the topology own everything each by itself; ``"auto"`` leaves it to the model.
-    ``spares``: how many other ranks keep each range, too.
+    ``spares``: how many other ranks keep each range, too. ``is_contiguous``: a rank owns one range of a bucket, or few.
     """
 
     is_divided: bool
@@ -66,6 +66,7 @@ class BucketScheduleOptions:
     num_copies: int = 1
     replicate: Replicate | None = None
     spares: int = 0
+    is_contiguous: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +134,18 @@ def plan_bucket_schedules(
     if options.spares:
         _check_room(planned, most, "with these spares", "take more hosts, or no spares")
     return tuple(planned)
+
+
+def plan_for_owners(
+    communicator: Communicator, plans: Sequence[BucketPlan], owners: Sequence[Runs], *, first_stream: int
+) -> tuple[BucketSchedule, ...]:
+    """Plan how divided buckets move whose owners are given."""
+    steps = _steps_of_owners(communicator.topology, owners, [()] * len(plans), apart=None)
+    options = BucketScheduleOptions(is_divided=True, is_contiguous=True)
+    return tuple(
+        _plan_divided(communicator, plan, options, first_stream + plan.index, step)
+        for plan, step in zip(plans, steps, strict=True)
+    )
 
 
 def _steps_of_buckets(
@@ -219,7 +232,7 @@ def _plan_divided(
     communicator: Communicator, plan: BucketPlan, options: BucketScheduleOptions, stream: int, step: ShardedStep
 ) -> BucketSchedule:
     slice_elements = _slice_elements(communicator, plan, options)
-    if options.whole_parameters:
+    if options.whole_parameters or options.is_contiguous:
         layout = Layout.contiguous(step.reduce_scatter, plan.num_elements, slice_elements)
     else:
         layout = layout_of_step(step, plan.num_elements, slice_elements)

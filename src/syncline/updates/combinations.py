@@ -110,6 +110,24 @@ WHOLE_STATE = Combination(
     "take Sharded(), or leave memory out of the topology",
     is_refused=False,
 )
+COMPRESSED = tuple(
+    Combination(
+        setting,
+        f"with compress, {why}",
+        f'{remedy}, or compress="off"',
+        when=lambda rule, _: rule.compress != "off",
+    )
+    for setting, why, remedy in (
+        ("elastic=True", "whose codes lack what is lost with a rank", "leave out elastic="),
+        ("gateway: one", "in which each rank sends codes to other sites itself", "leave gateway out of the topology"),
+        (
+            "gateway: helper",
+            "in which each rank sends codes to other sites itself",
+            "leave gateway out of the topology",
+        ),
+    )
+)
+"""Of rules with codes on slow links."""
 OF_INDEPENDENT_RANKS = (
     Combination(
         "gateway: helper", "in which not every rank makes every step", f"take AllReduce() or Sharded(), or {WRITE_ONE}"

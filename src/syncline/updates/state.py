@@ -88,6 +88,8 @@ class WholeState:
 
 
 _OF_RANK = "@rank"
+CODING_ERROR = "coding_error@"
+"""Begins the keys of what codes of some ranks lack: it is no state of an optimizer."""
 
 
 def key_of_rank(key: str, rank: int) -> str:
@@ -120,6 +122,8 @@ class _StateOfRank:
         """Return what each plain key is saved as."""
         of_rank: dict[int, dict[str, str]] = {0: {}}
         for key in self._source.values(parameter):
+            if key.startswith(CODING_ERROR):
+                continue
             plain, _, rank = key.partition(_OF_RANK)
             of_rank.setdefault(int(rank or 0), {})[plain] = key
         return of_rank[0] | of_rank.get(self._rank % (max(of_rank) + 1), {})

@@ -19,6 +19,7 @@ namespace syncline {
 
 void bind_kernel(pybind11::module_& module);
 void bind_checks(pybind11::module_& module);
+void bind_codec(pybind11::module_& module);
 void bind_grants(pybind11::module_& module);
 void bind_transport(pybind11::module_& module);
 void bind_slices(pybind11::module_& module);

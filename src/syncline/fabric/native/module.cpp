@@ -7,6 +7,7 @@
 PYBIND11_MODULE(_native, module) {
     module.doc() = "One rank's messages with all its peers, without the interpreter.";
     syncline::bind_checks(module);
+    syncline::bind_codec(module);
     syncline::bind_kernel(module);
     syncline::bind_grants(module);
     syncline::bind_transport(module);

@@ -234,12 +234,16 @@ class FleetCheckpointGroup(CheckpointGroup):
         """Return the optimizer state that this rank owns."""
         if self.optimizer is None or not self.training.updater.is_in_first_replica:
             return []
-        return [entry for entry in self.training.updater.state_entries() if not entry.is_spare]
+        crossing = self.training.updater.collectives.crossing
+        coding_errors = () if crossing is None else crossing.state_entries()
+        return [entry for entry in (*self.training.updater.state_entries(), *coding_errors) if not entry.is_spare]
 
     def load_state(self, source: StateSource) -> None:
         """Replace the owned optimizer state."""
         updater = self.training.updater
         updater.load_state(source if updater.keeps_own_state else state_of_rank(source, 0))
+        if updater.collectives.crossing is not None:
+            updater.collectives.crossing.load_state(source)
 
 
 def checkpoint_group_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> CheckpointGroup:

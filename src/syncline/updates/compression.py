@@ -1,0 +1,371 @@
+"""Fewer bytes over slow links: what crosses between sites is coded, twice in each step however many sites there are.
+
+A *site* is a part of the topology inside of which links are fast. Of each element one rank is the *owner*, and each
+other site has a *collector*, who has the site's part of the sum. A range with the same owner and collectors is a
+*cell*. A bucket moves so:
+
+    1. inside each site, a reduce-scatter in full precision: collectors have their site's sums
+    2. collectors send the owner codes of them; it adds what these stand for to its own site's sum, in the sites' order
+    3. the owner codes what all are to have, and sends that to the collectors; all of them, the owner too, take what
+       the codes stand for
+    4. inside each site, an all-gather in full precision
+
+All-reduces are all four, reduce-scatters the first two, all-gathers the others. So a link carries codes once in each
+direction and half, nothing is coded again on its way, and all ranks have the same bits at the end. Of an all-gather of
+parameters, differences from the values before are coded: all ranks have those.
+
+What codes lack is kept, and added to the next numbers of the same elements (error feedback). ``docs/decisions/0059``.
+After Wang et al., "ZeRO++" (2023), for sums of sites that are coded once; Jia et al., "SDP4Bit" (2024), for differences
+of parameters; Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes" (2019).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, groupby, pairwise
+from typing import Literal
+
+import torch
+
+from syncline.runtime.communicator import Communicator
+from syncline.runtime.direct import start_direct
+from syncline.runtime.work import Work
+from syncline.runtime.worker_thread import WorkerThread
+from syncline.schedule import Collective, lower_bound
+from syncline.schedule.replicas import Replicas, find_replicas
+from syncline.tensors.codec import Codec
+from syncline.tensors.memory import bytes_of
+from syncline.topology import Topology
+from syncline.topology.tree import DirectedLink
+from syncline.updates.bucket import Bucket
+from syncline.updates.bucket_collectives import BucketCollectives
+from syncline.updates.bucket_schedule import BucketSchedule, Runs, plan_for_owners
+from syncline.updates.rule import Setting
+from syncline.updates.shard_view import Segment, segments_of
+from syncline.updates.state import CODING_ERROR, StateEntry, StateSource
+
+Compress = Literal["off", "bf16", "int8", "int4", "auto"]
+_BITS = {"bf16": 16, "int8": 8, "int4": 4, "auto": 8}
+_PAYS = 0.8
+"""``auto`` codes where the predicted time with codes, and of coding, is at most so much of that without."""
+_Crossing = Generator[Work, None, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Elements of a bucket with one owner, and one collector in each site: the owner in its own."""
+
+    start: int
+    stop: int
+    owner: int
+    collectors: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A cell in which this rank codes."""
+
+    cell: Cell
+    error: torch.Tensor
+    """What the codes before lack, for each element."""
+    codes: torch.Tensor
+
+
+def cells_of(owners: Sequence[tuple[int, int, int]], sites: Replicas) -> tuple[Cell, ...]:
+    """Divide a bucket, whose ``owners`` are (start, stop, rank) in order and without gaps, into cells.
+
+    In each site, what others own is divided evenly among its ranks, from the first to the last.
+    """
+    collected = [_collected(owners, ranks) for ranks in sites]
+    ends = sorted({stop for runs in (owners, *collected) for _, stop, _ in runs})
+    positions = [0] * (len(sites) + 1)
+    cells = []
+    for start, stop in pairwise([0, *ends]):
+        for index, runs in enumerate((owners, *collected)):
+            while runs[positions[index]][1] <= start:
+                positions[index] += 1
+        owner, *collectors = (runs[at][2] for runs, at in zip((owners, *collected), positions, strict=True))
+        cells.append(Cell(start, stop, owner, tuple(collectors)))
+    return tuple(cells)
+
+
+def _collected(owners: Sequence[tuple[int, int, int]], ranks: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Return who of one site has which range of its sum."""
+    foreign = sum(stop - start for start, stop, rank in owners if rank not in ranks)
+    limits = [foreign * (k + 1) // len(ranks) for k in range(len(ranks))]
+    runs, before, k = [], 0, 0
+    for start, stop, owner in owners:
+        if owner in ranks:
+            runs.append((start, stop, owner))
+            continue
+        place = start
+        while place < stop:
+            while limits[k] <= before:
+                k += 1
+            end = min(stop, place + limits[k] - before)
+            runs.append((place, end, ranks[k]))
+            before += end - place
+            place = end
+    return runs
+
+
+def choose_sites(topology: Topology, num_bytes: int, bits: int) -> tuple[Replicas, float]:
+    """Return the sites between which ``num_bytes`` are coded, with the least time that the model predicts, in seconds.
+
+    Each level of the tree is one choice: all nodes so far below the root are sites, so that on a tree of several levels
+    one level is coded, and what lies above it too. Where no rates are known it is the first level with several nodes.
+    The model adds the times of the phases, as if nothing of them overlapped. O(levels x ranks). There are no sites
+    where one rank is alone.
+    """
+    height = max(len(topology.path(rank)) for rank in range(topology.num_ranks))
+    levels = [find_replicas(topology, level) for level in range(1, height + 1)]
+    several = [sites for sites in levels if len(sites) > 1]
+    if not several:
+        return (), 0.0
+    if not topology.has_rates:
+        return several[0], 0.0
+    times_s = [_predict_s(topology, sites, num_bytes, bits) for sites in several]
+    best = min(range(len(several)), key=times_s.__getitem__)
+    return several[best], times_s[best]
+
+
+def _predict_s(topology: Topology, sites: Replicas, num_bytes: int, bits: int) -> float:
+    inside_s = max(lower_bound(topology.restricted(ranks), Collective.ALL_REDUCE, num_bytes) for ranks in sites)
+    crossing: dict[DirectedLink, float] = {}
+    for cell in cells_of(_even_owners(num_bytes // 4, topology.num_ranks), sites):
+        for collector in set(cell.collectors) - {cell.owner}:
+            for pair in ((collector, cell.owner), (cell.owner, collector)):
+                for link in topology.route(*pair):
+                    crossing[link] = crossing.get(link, 0.0) + (cell.stop - cell.start) * (bits + 0.125) / 8
+    return inside_s + max(num / _bytes_per_s(topology, link) for link, num in crossing.items())
+
+
+def _bytes_per_s(topology: Topology, link: DirectedLink) -> float:
+    rates = topology.node(link.child).link
+    assert rates is not None, "there is no link above the root"
+    return rates.up_bytes_per_s if link.direction == "up" else rates.down_bytes_per_s
+
+
+def _even_owners(num_elements: int, num_ranks: int) -> list[tuple[int, int, int]]:
+    """Give each rank as many elements, as far as there are."""
+    cuts = [num_elements * k // num_ranks for k in range(num_ranks + 1)]
+    return [(start, stop, rank) for rank, (start, stop) in enumerate(pairwise(cuts)) if start < stop]
+
+
+def compress(setting: Setting, wish: Compress) -> None:
+    """Let the buckets of ``setting`` cross slow links in codes, if ``wish`` says so; every rank calls it alike.
+
+    ``"auto"`` looks at the rates of the topology and at the slowest rank's codec, which all tell each other.
+    """
+    collectives = setting.collectives
+    topology = collectives.communicator.topology
+    num_bytes = sum(bucket.plan.num_bytes for bucket in setting.buckets if bucket.plan.dtype == torch.float32)
+    is_auto = wish == "auto"
+    if wish == "off" or not num_bytes or (is_auto and not topology.has_rates):
+        return
+    codec = Codec(_BITS[wish])
+    sites, coded_s = choose_sites(topology, num_bytes, codec.bits)
+    if is_auto and sites:
+        coding_s = max(collectives.control.gather_numbers(codec.measure_s_per_byte(), "speed of coding")) * num_bytes
+        whole_s = lower_bound(topology, Collective.ALL_REDUCE, num_bytes)
+        if coded_s + coding_s > _PAYS * whole_s:
+            return
+    if sites:
+        collectives.crossing = SiteCrossing(setting, codec, sites)
+
+
+class SiteCrossing:
+    """How the buckets of one model cross from site to site on one rank; see the head of this module."""
+
+    def __init__(self, setting: Setting, codec: Codec, sites: Replicas) -> None:
+        collectives, plans = setting.collectives, [bucket.plan for bucket in setting.buckets]
+        self._job: Communicator = collectives.communicator
+        self._codec, self.sites, self._rank = codec, sites, collectives.rank
+        self._classes = collectives
+        self._site = next(number for number, ranks in enumerate(sites) if self._rank in ranks)
+        self._slots = [plan.slots for plan in plans]
+        self._cells = [
+            cells_of(_owners_of(schedule, plan.num_elements), sites)
+            for schedule, plan in zip(collectives.bucket_schedules, plans, strict=True)
+        ]
+        self._parts = [self._parts_of(cells) for cells in self._cells]
+        self._befores: dict[int, list[torch.Tensor]] = {}
+        self._streams = setting.reserve_streams(len(plans))
+        self._thread = WorkerThread(
+            f"syncline-codes-{self._rank}", on_failure=lambda error: self._job.give_up(str(error))
+        )
+        self._inside = self._open_site(setting, sites[self._site])
+
+    def _open_site(self, setting: Setting, ranks: tuple[int, ...]) -> BucketCollectives | None:
+        plans = [bucket.plan for bucket in setting.buckets]
+        streams = setting.reserve_streams(1 + len(plans))
+        if len(ranks) == 1:
+            return None
+        group = self._job.open_group(ranks, streams=streams)
+        runs = [_runs_inside(cells, self._site, ranks) for cells in self._cells]
+        schedules = plan_for_owners(group, plans, runs, first_stream=group.user_stream + 1)
+        return BucketCollectives(group, control=setting.collectives.control, bucket_schedules=schedules)
+
+    def start(self, bucket: Bucket, collective: Collective, step: int | None, values: torch.Tensor) -> Work | None:
+        """Begin to move ``values``, float32 in host memory; None for a bucket of other numbers, which are not coded."""
+        if values.dtype != torch.float32:
+            return None
+        work = self._job.begin_work(f"coded {collective.value} of bucket {bucket.index}")
+        steps = chain(
+            () if collective is Collective.ALL_GATHER else self._scatter(bucket, step, values),
+            () if collective is Collective.REDUCE_SCATTER else self._gather(bucket, step, values, collective),
+        )
+        self._thread.submit(bucket.index, (), partial(self._go_on, bucket.index, steps, work, None))
+        return work
+
+    def keep(self, bucket: Bucket) -> None:
+        """Keep the owned parameters of a bucket as all ranks have them, before they are stepped."""
+        if bucket.plan.dtype == torch.float32:
+            cells = (part.cell for part in self._parts[bucket.index] if part.cell.owner == self._rank)
+            self._befores[bucket.index] = [bucket.parameters[cell.start : cell.stop].cpu().clone() for cell in cells]
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        self._thread.close()
+        if self._inside is not None:
+            self._inside.communicator.close()
+
+    def state_entries(self) -> Iterator[StateEntry]:
+        """Yield what codes of this rank lack, for a checkpoint; nothing else codes."""
+        for segment, key, values in self._errors():
+            part = segment.part
+            yield StateEntry(parameter=part.parameter, key=key, value=values, start=part.start, stop=part.stop)
+
+    def load_state(self, source: StateSource) -> None:
+        """Take that from a checkpoint of the same sites and owners; of others it starts anew."""
+        for segment, key, values in self._errors():
+            values.zero_()
+            if isinstance(source.values(segment.slot.name).get(key), torch.dtype):
+                source.fill(segment.slot, key, segment.part.start, values)
+
+    def _errors(self) -> Iterator[tuple[Segment, str, torch.Tensor]]:
+        for slots, cells, parts in zip(self._slots, self._cells, self._parts, strict=True):
+            key = f"{CODING_ERROR}{zlib.crc32(repr(cells).encode()):08x}.{self._site}"
+            for part in parts:
+                first = part.cell.start
+                for segment in segments_of(slots, ((first, part.cell.stop),)):
+                    yield segment, key, part.error[segment.start - first : segment.stop - first]
+
+    def _parts_of(self, cells: Iterable[Cell]) -> list[_Part]:
+        mine = [cell for cell in cells if cell.collectors[self._site] == self._rank]
+        return [
+            _Part(
+                cell,
+                torch.zeros(cell.stop - cell.start),
+                torch.empty(self._codec.num_bytes(cell.stop - cell.start), dtype=torch.uint8),
+            )
+            for cell in mine
+        ]
+
+    def _go_on(self, urgency: int, steps: Iterator[Work], whole: Work, awaited: Work | None) -> None:
+        """Go on with a crossing; on the thread for codes."""
+        try:
+            if awaited is not None:
+                awaited.wait()  # it is over, well or not
+            waits_for = next(steps, None)
+        except Exception as error:
+            whole.end(error)
+            return
+        if waits_for is None:
+            whole.end(None)
+        else:
+            self._thread.submit(urgency, (waits_for,), partial(self._go_on, urgency, steps, whole, waits_for))
+
+    def _scatter(self, bucket: Bucket, step: int | None, values: torch.Tensor) -> _Crossing:
+        if self._inside is not None:
+            yield self._inside.start(bucket, Collective.REDUCE_SCATTER, step, values=values)
+        sent, received = [], []
+        for part in self._parts[bucket.index]:
+            cell = part.cell
+            if cell.owner != self._rank:
+                self._codec.encode(values[cell.start : cell.stop], part.error, part.codes)
+                sent.append((cell.owner, part.codes))
+            else:
+                received += [
+                    (peer, part, torch.empty_like(part.codes)) for peer in cell.collectors if peer != self._rank
+                ]
+        yield from self._exchange(bucket.index, "sums", sent, [(peer, codes) for peer, _, codes in received], step)
+        for _, part, codes in received:
+            self._codec.add(codes, values[part.cell.start : part.cell.stop])
+
+    def _gather(self, bucket: Bucket, step: int | None, values: torch.Tensor, collective: Collective) -> _Crossing:
+        sent, received = [], []
+        befores = iter(self._befores.pop(bucket.index, ()))
+        for part in self._parts[bucket.index]:
+            cell = part.cell
+            own = values[cell.start : cell.stop]
+            is_sum = collective is Collective.ALL_REDUCE
+            if cell.owner != self._rank:
+                if is_sum:
+                    own.zero_()
+                received.append((part, own))
+                continue
+            before = torch.zeros_like(own) if is_sum else next(befores)
+            self._codec.encode(own - before, part.error, part.codes)
+            own.copy_(before)
+            self._codec.add(part.codes, own)
+            sent += [(peer, part.codes) for peer in cell.collectors if peer != self._rank]
+        coming = [(part.cell.owner, part.codes) for part, _ in received]
+        yield from self._exchange(bucket.index, "results", sent, coming, step)
+        for part, own in received:
+            self._codec.add(part.codes, own)
+        if self._inside is not None:
+            yield self._inside.start(bucket, Collective.ALL_GATHER, step, values=values)
+
+    def _exchange(
+        self,
+        index: int,
+        what: str,
+        sent: Sequence[tuple[int, torch.Tensor]],
+        received: Sequence[tuple[int, torch.Tensor]],
+        step: int | None,
+    ) -> _Crossing:
+        """Send codes, and wait for those of others: to each peer one message, its cells in their order."""
+        sends = {peer: torch.cat(codes) for peer, codes in _by_peer(sent)}
+        landing = [
+            (peer, codes, torch.empty(sum(map(len, codes)), dtype=torch.uint8)) for peer, codes in _by_peer(received)
+        ]
+        yield start_direct(
+            self._job,
+            "all_to_all",
+            sends=tuple((peer, bytes_of(codes)) for peer, codes in sends.items()),
+            receives=tuple((peer, bytes_of(whole)) for peer, _, whole in landing),
+            about=f"codes of {what} of bucket {index}",
+            label=f"codes of {what} of bucket {index}",
+            stream=self._streams[index],
+            urgency=index,
+            connection_class=self._classes.classes[index],
+            step=step,
+        )
+        for _, codes, whole in landing:
+            for one, part in zip(codes, torch.split(whole, [len(one) for one in codes]), strict=True):
+                one.copy_(part)
+
+
+def _owners_of(schedule: BucketSchedule, num_elements: int) -> list[tuple[int, int, int]]:
+    """Return who owns which range of a bucket, in order: as its schedules say, else all alike."""
+    num_ranks = next(iter(schedule.schedules.values())).num_ranks
+    if Collective.ALL_REDUCE in schedule.schedules:
+        return _even_owners(num_elements, num_ranks)
+    return sorted((start, stop, rank) for rank in range(num_ranks) for start, stop in schedule.held_by(rank))
+
+
+def _runs_inside(cells: Sequence[Cell], site: int, ranks: Sequence[int]) -> Runs:
+    """Return which of a site's ranks, by their numbers there, collects how many elements after another."""
+    return tuple(
+        (ranks.index(rank), sum(cell.stop - cell.start for cell in run))
+        for rank, run in groupby(cells, key=lambda cell: cell.collectors[site])
+    )
+
+
+def _by_peer(pairs: Iterable[tuple[int, torch.Tensor]]) -> list[tuple[int, list[torch.Tensor]]]:
+    ordered = sorted(pairs, key=lambda pair: pair[0])
+    return [(peer, [codes for _, codes in run]) for peer, run in groupby(ordered, key=lambda pair: pair[0])]

@@ -1,0 +1,185 @@
+"""Codes on slow links: against a replay in one process, written from their description; the same bits on all ranks."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import reference_codec
+from syncline.errors import UpdateError
+from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
+from syncline.pytorch.distribute import distribute
+from syncline.schedule.replicas import find_replicas
+from syncline.topology import Topology
+from syncline.updates import AllReduce
+from syncline.updates.compression import cells_of, choose_sites
+from thread_fleets import run_fleets
+
+TWO_AND_THREE = Topology.parse(
+    """
+topology: two-racks-2-3
+switch: core
+children:
+  - {switch: rack-a, uplink: 20 Mbit/s, children: [{host: "a[1-2]", uplink: 1 Gbit/s}]}
+  - {switch: rack-b, uplink: 30 Mbit/s, children: [{host: "b[1-3]", uplink: 1 Gbit/s}]}
+"""
+)
+TOPOLOGIES = {
+    "two sites": TWO_AND_THREE,
+    "hosts": Topology.flat(3),
+    "three sites": Topology.load("three-racks-uneven-uplinks"),
+}
+COUNT = 1100
+BITS = {"int4": 4, "int8": 8, "bf16": 16}
+
+
+class Weights(nn.Module):
+    """A loss whose gradient is what it is called with."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.zeros(COUNT, dtype=dtype))
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        return (self.weights * gradient).sum()
+
+
+def gradient_of(rank: int, step: int, num_ranks: int) -> torch.Tensor:
+    """Integers times the number of ranks: their sums and means are exact in any order."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return num_ranks * torch.randint(-1000, 1000, (COUNT,), generator=generator).float()
+
+
+class Replay:
+    """What the sites make of gradients, in one process."""
+
+    def __init__(self, topology: Topology, bits: int) -> None:
+        self.num_ranks, self.bits = topology.num_ranks, bits
+        self.sites, _ = choose_sites(topology, 4 * COUNT, bits)
+        cuts = [COUNT * k // self.num_ranks for k in range(self.num_ranks + 1)]
+        self.cells = cells_of([(*pair, rank) for rank, pair in enumerate(pairwise(cuts))], self.sites)
+        self.errors: dict[tuple[int, int], torch.Tensor] = {}
+
+    def coded(self, cell: int, site: int, values: torch.Tensor) -> torch.Tensor:
+        error = self.errors.get((cell, site), torch.zeros_like(values))
+        codes, self.errors[cell, site] = reference_codec.encode(self.bits, values, error)
+        return reference_codec.decode(self.bits, codes, len(values))
+
+    def mean(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        result = torch.empty(COUNT)
+        parts = [gradient / self.num_ranks for gradient in gradients]
+        for number, cell in enumerate(self.cells):
+            sums = [sum(parts[rank][cell.start : cell.stop] for rank in ranks) for ranks in self.sites]
+            home = next(site for site, ranks in enumerate(self.sites) if cell.owner in ranks)
+            total = sums[home].clone()
+            for site, value in enumerate(sums):
+                if site != home:
+                    total += self.coded(number, site, value)
+            result[cell.start : cell.stop] = self.coded(number, home, total)
+        return result
+
+
+def start(fleet, compress, model=None, **options):
+    model = model or Weights()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return distribute(model, optimizer, AllReduce(compress=compress), fleet=fleet, **options)
+
+
+@pytest.mark.parametrize("compress", BITS)
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_gradients_are_those_of_the_replay(name: str, compress: str) -> None:
+    topology = TOPOLOGIES[name]
+    num_ranks, replay = topology.num_ranks, Replay(topology, BITS[compress])
+    expected = [replay.mean([gradient_of(rank, step, num_ranks) for rank in range(num_ranks)]) for step in range(3)]
+
+    def body(fleet):
+        model, _ = start(fleet, compress)
+        found = []
+        for step in range(3):
+            model(gradient_of(fleet.rank, step, num_ranks)).backward()
+            found.append(model.weights.grad.clone())
+            model.zero_grad()
+        return found
+
+    for found in run_fleets(topology, body):
+        assert all(map(torch.equal, found, expected))
+
+
+def test_errors_are_in_checkpoints(tmp_path) -> None:
+    """Going on from a checkpoint is going on: also what codes lacked."""
+
+    def step(fleet, model, optimizer, number):
+        model(gradient_of(fleet.rank, number, fleet.world_size)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def train(fleet):
+        model, optimizer = start(fleet, "int4")
+        for number in range(2):
+            step(fleet, model, optimizer, number)
+        save_checkpoint(tmp_path / "two", model, optimizer)
+        step(fleet, model, optimizer, 2)
+        return model.weights.detach().clone()
+
+    def go_on(compress):
+        def body(fleet):
+            model, optimizer = start(fleet, compress)
+            load_checkpoint(tmp_path / "two", model, optimizer)
+            step(fleet, model, optimizer, 2)
+            return model.weights.detach().clone()
+
+        return body
+
+    expected = run_fleets(TWO_AND_THREE, train)
+    found = run_fleets(TWO_AND_THREE, go_on("int4"))
+    assert all(map(torch.equal, found, expected))
+    plain = run_fleets(TWO_AND_THREE, go_on("off"))
+    assert not torch.equal(plain[0], expected[0])
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_each_element_has_one_collector_in_each_site(name: str) -> None:
+    topology = TOPOLOGIES[name]
+    sites = find_replicas(topology, 1)
+    cuts = [COUNT * k // topology.num_ranks for k in range(topology.num_ranks + 1)]
+    cells = cells_of([(*pair, rank) for rank, pair in enumerate(pairwise(cuts))], sites)
+    assert [cell.start for cell in cells] == [0, *(cell.stop for cell in cells[:-1])]
+    assert cells[-1].stop == COUNT
+    for cell in cells:
+        assert cell.owner in cell.collectors
+        assert all(collector in ranks for collector, ranks in zip(cell.collectors, sites, strict=True))
+        assert cuts[cell.owner] <= cell.start < cell.stop <= cuts[cell.owner + 1]
+    for site, ranks in enumerate(sites):
+        foreign = [cell for cell in cells if cell.owner not in ranks]
+        of_rank = [sum(cell.stop - cell.start for cell in foreign if cell.collectors[site] == rank) for rank in ranks]
+        assert max(of_rank) - min(of_rank) <= 1
+
+
+def crossing_of(compress: str, topology: Topology, dtype: torch.dtype = torch.float32) -> list:
+    def body(fleet):
+        _, optimizer = start(fleet, compress, Weights(dtype))
+        crossing = optimizer.training.updater.collectives.crossing
+        return crossing and crossing.sites
+
+    return run_fleets(topology, body)
+
+
+def test_auto_codes_between_slow_sites_alone() -> None:
+    assert crossing_of("auto", TWO_AND_THREE) == [((0, 1), (2, 3, 4))] * 5
+    fast = TWO_AND_THREE.to_yaml().replace("20 Mbit/s", "10 Gbit/s").replace("30 Mbit/s", "10 Gbit/s")
+    assert crossing_of("auto", Topology.parse(fast.replace("1 Gbit/s", "10 Gbit/s"))) == [None] * 5
+    assert crossing_of("auto", Topology.flat(3)) == [None] * 3
+    assert crossing_of("off", TWO_AND_THREE) == [None] * 5
+
+
+def test_other_numbers_than_float32_move_as_they_are() -> None:
+    assert crossing_of("int8", TWO_AND_THREE, torch.float64) == [None] * 5
+
+
+def test_elastic_jobs_are_refused() -> None:
+    def body(fleet):
+        with pytest.raises(UpdateError, match=r"elastic=True does not go with AllReduce\(\), with compress.*\"off\""):
+            start(fleet, "int8", elastic=True)
+
+    run_fleets(2, body)
