@@ -1,4 +1,4 @@
-"""Local steps on two slow sites: seconds of a step in the lab, and losses by samples in one process.
+"""Local steps, and fewer bytes, on two slow sites: seconds of a step in the lab, and losses by samples in one process.
 
     syncline lab run NETWORK -- syncline run benchmarks/local_steps.py step --methods sharded clustered local ddp
     python benchmarks/local_steps.py loss --methods synchronous clustered local --steps 96 --seeds 0 1
@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from syncline.pytorch.fleet import Fleet
 from syncline.runtime import communicators_in_memory
 
 SITES = ((0, 1, 2, 3), (4, 5, 6, 7))
+CODES: tuple[Any, ...] = ("bf16", "int8", "int4", "auto")
 RULES: dict[str, Callable[[], Any]] = {
     "synchronous": syncline.AllReduce,
     "sharded": syncline.Sharded,
@@ -41,6 +43,8 @@ RULES: dict[str, Callable[[], Any]] = {
     "diloco": lambda: syncline.LocalSteps(fragments=1, overlap=False, outer=syncline.Nesterov()),
     "sites": lambda: syncline.LocalSteps(parties=SITES),
     "sites-in-turn": lambda: syncline.LocalSteps(parties=SITES, fragments=1, overlap=False),
+    **{f"all-reduce-{codes}": partial(syncline.AllReduce, compress=codes) for codes in CODES},
+    **{f"sharded-{codes}": partial(syncline.Sharded, compress=codes) for codes in CODES},
 }
 NUM_SEQUENCES = 2
 SHAPE = GPTShape(width=96, num_layers=3, num_heads=4, context_length=48)

@@ -22,6 +22,7 @@ TRAINERS: dict[str, Any] = {
     "Sharded(step_in_backward=True)": Sharded(step_in_backward=True),
     "Sharded(spares=1)": Sharded(spares=1),
     "Sharded(spares=1, overlap_forward=True)": Sharded(spares=1, overlap_forward=True),
+    'Sharded(compress="int8")': Sharded(compress="int8"),
     "LocalSteps()": LocalSteps(),
     "Overlapped()": Overlapped(),
     "Clustered()": Clustered(measures=False),

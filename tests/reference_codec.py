@@ -26,7 +26,7 @@ def encode(bits: int, values: torch.Tensor, error: torch.Tensor) -> tuple[torch.
     upper = torch.where(is_coded, upper, torch.where(is_finite, 0, 0x7FC0)).to(torch.int16)
     scale = upper.view(torch.bfloat16).float()[:, None]
     inverse = torch.where(is_coded[:, None], 1.0 / scale, torch.zeros(()))
-    codes = torch.where(is_coded[:, None], (blocks * inverse).clamp(-most, most).round(), torch.zeros(()))
+    codes = torch.where(is_coded[:, None], (blocks * inverse).round(), torch.zeros(()))
     lacking = torch.where(is_finite[:, None], blocks - codes * scale, torch.zeros(()))
     numbers = codes.to(torch.int8)
     if bits == 4:

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import reference_codec
-from syncline.errors import UpdateError
+from syncline.errors import ConfigurationError, UpdateError
 from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
 from syncline.pytorch.distribute import distribute
 from syncline.schedule.replicas import find_replicas
 from syncline.topology import Topology
-from syncline.updates import AllReduce
+from syncline.updates import AllReduce, Sharded
 from syncline.updates.compression import cells_of, choose_sites
 from thread_fleets import run_fleets
 
@@ -56,7 +56,7 @@ class Replay:
 
     def __init__(self, topology: Topology, bits: int) -> None:
         self.num_ranks, self.bits = topology.num_ranks, bits
-        self.sites, _ = choose_sites(topology, 4 * COUNT, bits)
+        self.sites, _ = choose_sites(topology, 4 << 20, bits)
         cuts = [COUNT * k // self.num_ranks for k in range(self.num_ranks + 1)]
         self.cells = cells_of([(*pair, rank) for rank, pair in enumerate(pairwise(cuts))], self.sites)
         self.errors: dict[tuple[int, int], torch.Tensor] = {}
@@ -80,10 +80,10 @@ class Replay:
         return result
 
 
-def start(fleet, compress, model=None, **options):
+def start(fleet, compress, model=None, rule=AllReduce, **options):
     model = model or Weights()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    return distribute(model, optimizer, AllReduce(compress=compress), fleet=fleet, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    return distribute(model, optimizer, rule(compress=compress), fleet=fleet, **options)
 
 
 @pytest.mark.parametrize("compress", BITS)
@@ -106,7 +106,8 @@ def test_gradients_are_those_of_the_replay(name: str, compress: str) -> None:
         assert all(map(torch.equal, found, expected))
 
 
-def test_errors_are_in_checkpoints(tmp_path) -> None:
+@pytest.mark.parametrize("rule", [AllReduce, Sharded])
+def test_errors_are_in_checkpoints(tmp_path, rule) -> None:
     """Going on from a checkpoint is going on: also what codes lacked."""
 
     def step(fleet, model, optimizer, number):
@@ -115,7 +116,7 @@ def test_errors_are_in_checkpoints(tmp_path) -> None:
         optimizer.zero_grad()
 
     def train(fleet):
-        model, optimizer = start(fleet, "int4")
+        model, optimizer = start(fleet, "int4", rule=rule)
         for number in range(2):
             step(fleet, model, optimizer, number)
         save_checkpoint(tmp_path / "two", model, optimizer)
@@ -124,7 +125,7 @@ def test_errors_are_in_checkpoints(tmp_path) -> None:
 
     def go_on(compress):
         def body(fleet):
-            model, optimizer = start(fleet, compress)
+            model, optimizer = start(fleet, compress, rule=rule)
             load_checkpoint(tmp_path / "two", model, optimizer)
             step(fleet, model, optimizer, 2)
             return model.weights.detach().clone()
@@ -175,6 +176,51 @@ def test_auto_codes_between_slow_sites_alone() -> None:
 
 def test_other_numbers_than_float32_move_as_they_are() -> None:
     assert crossing_of("int8", TWO_AND_THREE, torch.float64) == [None] * 5
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("hosts", {}),
+        ("three sites", {}),
+        ("two sites", {"overlap_forward": True}),
+        ("two sites", {"align": "parameter"}),
+        ("two sites", {"portions": "fastest"}),
+    ],
+    ids=str,
+)
+def test_sharded_parameters_are_equal_and_near_those_of_one_process(name: str, options: dict) -> None:
+    """Of the updates only what the last codes lack is missing: at most a step of the codes, in each number."""
+    topology, count = TOPOLOGIES[name], 15
+    generator = torch.Generator().manual_seed(3)
+    wanted = [torch.randn(COUNT, generator=generator) for _ in range(topology.num_ranks)]
+
+    def body(fleet, compress):
+        model = Weights()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rule = Sharded(compress=compress, bucket_bytes=4096, **options)
+        model, optimizer = distribute(model, optimizer, rule, fleet=fleet)
+        for _ in range(count):
+            (0.5 * (model.weights - wanted[fleet.rank]).square()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        return model.weights.detach().clone()
+
+    exact, *_ = run_fleets(topology, lambda fleet: body(fleet, "off"))
+    far = float((exact - torch.zeros(COUNT)).abs().max())
+    for compress, most in (("int4", 0.02), ("int8", 0.002), ("bf16", 0.002)):
+        first, *others = run_fleets(topology, lambda fleet, compress=compress: body(fleet, compress))
+        assert all(torch.equal(first, other) for other in others)
+        assert 0 < float((first - exact).abs().max()) < most * far
+
+
+def test_what_sharded_cannot_compress_is_refused() -> None:
+    for options in ({"spares": 1}, {"step_in_backward": True}, {"replicate": 1}):
+        with pytest.raises(ConfigurationError, match=r'With compress each range has one owner.*say compress="off"'):
+            Sharded(compress="int8", **options)
+    with pytest.raises(ConfigurationError, match="compress"):
+        AllReduce(compress="int2")
 
 
 def test_elastic_jobs_are_refused() -> None:

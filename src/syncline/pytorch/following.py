@@ -33,6 +33,8 @@ def why_not(rule: UpdateRule, *, is_elastic: bool, has_helpers: bool) -> str | N
         return f"{type(rule).__name__}() is neither AllReduce() nor Sharded()"
     if isinstance(rule, Sharded) and rule.step_in_backward:
         return "Sharded(step_in_backward=True) keeps a second copy of state"
+    if rule.compress != "off":
+        return f"compress={rule.compress!r} divides buckets by the sites of the start"
     if is_elastic:
         return "an elastic job plans by the rates of its start"
     return "helpers follow the others' steps" if has_helpers else None

@@ -40,7 +40,7 @@ class AllReduce:
     number type and device, on every rank the same bits. ``bucket_bytes``: how much moves together, about.
     ``compress``: how float32 crosses slow links. ``"int8"`` and ``"int4"`` send a quarter and an eighth of the bytes,
     ``"bf16"`` half; ``"auto"`` is ``"int8"`` where the topology's rates and the measured speed of coding predict that
-    it pays by a fifth, else ``"off"``, the default. Sums are made in full precision inside of each site (the level of
+    it saves a third, else ``"off"``, the default. Sums are made in full precision inside of each site (the level of
     the tree for which the predicted time is least), coded once to their owner, and once from there. What codes lack is
     added to the next gradients, and saved with the optimizer's state. The mean is then not that of one process, but the
     same bits on all ranks. `docs/mechanisms.md`, Fewer bytes.

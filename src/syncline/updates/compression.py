@@ -40,7 +40,7 @@ from syncline.tensors.codec import Codec
 from syncline.tensors.memory import bytes_of
 from syncline.topology import Topology
 from syncline.topology.tree import DirectedLink
-from syncline.updates.bucket import Bucket
+from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketSchedule, Runs, plan_for_owners
 from syncline.updates.rule import Setting
@@ -49,8 +49,10 @@ from syncline.updates.state import CODING_ERROR, StateEntry, StateSource
 
 Compress = Literal["off", "bf16", "int8", "int4", "auto"]
 _BITS = {"bf16": 16, "int8": 8, "int4": 4, "auto": 8}
-_PAYS = 0.8
+_PAYS = 2 / 3
 """``auto`` codes where the predicted time with codes, and of coding, is at most so much of that without."""
+_CALLS_S = 0.003
+"""What the calls of a crossing cost beside their bytes, for each bucket: messages, and threads that hand over."""
 _Crossing = Generator[Work, None, None]
 
 
@@ -135,11 +137,11 @@ def choose_sites(topology: Topology, num_bytes: int, bits: int) -> tuple[Replica
 def _predict_s(topology: Topology, sites: Replicas, num_bytes: int, bits: int) -> float:
     inside_s = max(lower_bound(topology.restricted(ranks), Collective.ALL_REDUCE, num_bytes) for ranks in sites)
     crossing: dict[DirectedLink, float] = {}
-    for cell in cells_of(_even_owners(num_bytes // 4, topology.num_ranks), sites):
-        for collector in set(cell.collectors) - {cell.owner}:
-            for pair in ((collector, cell.owner), (cell.owner, collector)):
-                for link in topology.route(*pair):
-                    crossing[link] = crossing.get(link, 0.0) + (cell.stop - cell.start) * (bits + 0.125) / 8
+    cells = cells_of(_even_owners(num_bytes // 4, topology.num_ranks), sites)
+    pairs = [(cell, collector) for cell in cells for collector in cell.collectors if collector != cell.owner]
+    for cell, collector in pairs:
+        for link in (*topology.route(collector, cell.owner), *topology.route(cell.owner, collector)):
+            crossing[link] = crossing.get(link, 0.0) + (cell.stop - cell.start) * (bits + 0.125) / 8
     return inside_s + max(num / _bytes_per_s(topology, link) for link, num in crossing.items())
 
 
@@ -162,16 +164,16 @@ def compress(setting: Setting, wish: Compress) -> None:
     """
     collectives = setting.collectives
     topology = collectives.communicator.topology
-    num_bytes = sum(bucket.plan.num_bytes for bucket in setting.buckets if bucket.plan.dtype == torch.float32)
+    has_floats = any(bucket.plan.dtype == torch.float32 for bucket in setting.buckets)
     is_auto = wish == "auto"
-    if wish == "off" or not num_bytes or (is_auto and not topology.has_rates):
+    if wish == "off" or not has_floats or (is_auto and not topology.has_rates):
         return
     codec = Codec(_BITS[wish])
-    sites, coded_s = choose_sites(topology, num_bytes, codec.bits)
+    sites, coded_s = choose_sites(topology, DEFAULT_BUCKET_BYTES, codec.bits)
     if is_auto and sites:
-        coding_s = max(collectives.control.gather_numbers(codec.measure_s_per_byte(), "speed of coding")) * num_bytes
-        whole_s = lower_bound(topology, Collective.ALL_REDUCE, num_bytes)
-        if coded_s + coding_s > _PAYS * whole_s:
+        coding_s = max(collectives.control.gather_numbers(codec.measure_s_per_byte(), "speed of coding"))
+        whole_s = lower_bound(topology, Collective.ALL_REDUCE, DEFAULT_BUCKET_BYTES)
+        if coded_s + coding_s * DEFAULT_BUCKET_BYTES + _CALLS_S > _PAYS * whole_s:
             return
     if sites:
         collectives.crossing = SiteCrossing(setting, codec, sites)

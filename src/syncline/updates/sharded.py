@@ -14,7 +14,8 @@ from syncline.errors import ConfigurationError
 from syncline.schedule.replicas import Replicate
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
 from syncline.updates.bucket_schedule import BucketScheduleOptions
-from syncline.updates.combinations import ELASTIC_WITH_HELPERS, LEAVING, NOBODY_WAITS, Combination
+from syncline.updates.combinations import COMPRESSED, ELASTIC_WITH_HELPERS, LEAVING, NOBODY_WAITS, Combination
+from syncline.updates.compression import Compress, compress
 from syncline.updates.elastic_sharded import ElasticShardedUpdater
 from syncline.updates.host_portions import Portions
 from syncline.updates.in_backward import InBackwardUpdater
@@ -66,6 +67,13 @@ class Sharded:
     were written between ``backward()`` and ``step()`` is refused too: all writes that PyTorch counts are seen, and of
     those through ``.data`` what changes one of some 1000 values of a bucket. ``zero_grad()`` drops the update.
 
+    ``compress``: how float32 crosses slow links. ``"int8"`` and ``"int4"`` send a quarter and an eighth of the bytes,
+    ``"bf16"`` half, of gradients and of the changes of parameters; ``"auto"`` is ``"int8"`` where the topology's rates
+    and the measured speed of coding predict that it saves a third, else ``"off"``. Sums are made in full precision
+    inside of each site (the level of the tree for which the predicted time is least) and coded once to their owner.
+    The owner codes the difference of its parameters from those that all ranks have, and takes that itself, too. What
+    codes lack is added to the next ones, and saved with the optimizer's state (``docs/mechanisms.md``, Fewer bytes).
+
     Parameters keep their shapes and number types, and end on all ranks with the same bits. After Rajbhandari et al.,
     "ZeRO", 2020, stages 1 and 2. Raises :class:`ConfigurationError` for another ``align`` and for sizes of 0 or less;
     ``distribute()`` raises :class:`UpdateError` for an optimizer that cannot step on pieces; ``step()`` and
@@ -81,6 +89,7 @@ class Sharded:
     portions: Portions = field(default="balanced", hash=False)
     cost: Cost | None = field(default=None, repr=False)
     bucket_bytes: Count = DEFAULT_BUCKET_BYTES
+    compress: Compress = "off"
     slice_bytes: Count | None = None
     overlap_forward: bool = False
     step_in_backward: bool = False
@@ -114,11 +123,13 @@ class Sharded:
             is_refused=False,
             when=lambda rule, _: rule.overlap_forward,
         ),
+        *COMPRESSED,
     )
 
     def __post_init__(self) -> None:
         check_fields(self)
         self._check_spares()
+        self._check_compress()
         object.__setattr__(self, "replicate", _named_replicas(self.replicate))
         if self.replicate is not None and (self.portions != "balanced" or self.cost is not None):
             raise ConfigurationError(
@@ -145,6 +156,13 @@ class Sharded:
                 "of them"
             )
 
+    def _check_compress(self) -> None:
+        if self.compress != "off" and (self.spares or self.step_in_backward or self.replicate is not None):
+            raise ConfigurationError(
+                "With compress each range has one owner, who codes what a whole step has changed; leave out "
+                'spares, step_in_backward and replicate, or say compress="off"'
+            )
+
     @property
     def whole_parameters(self) -> bool:
         """Whether a parameter has one owner."""
@@ -161,6 +179,7 @@ class Sharded:
             cost=self.cost or math.prod,
             num_copies=2 if self.step_in_backward else 1,
             spares=self.spares,
+            is_contiguous=self.compress != "off",
             replicate=self.replicate,  # type: ignore[arg-type]  # a mesh became groups of ranks
         )
 
@@ -170,6 +189,7 @@ class Sharded:
 
     def start(self, setting: Setting) -> ShardedUpdater:
         """Begin to work on a model, and start the update thread; every rank calls it."""
+        compress(setting, self.compress)
         if setting.recover is not None:
             return ElasticShardedUpdater(setting, whole_parameters=self.whole_parameters, portions=self.portions)
         kind = InBackwardUpdater if self.step_in_backward else ShardedUpdater

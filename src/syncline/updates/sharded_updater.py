@@ -135,7 +135,7 @@ class ShardedUpdater(Updater):
             options=self._hyperparameters(),
         )
         self._ready.begin()
-        if self._checks_stale:
+        if self._checks_stale and self.collectives.crossing is None:  # which adds to the old values
             for bucket, shard in zip(self.buckets, self.shards, strict=True):
                 bucket.poison((segment.start, segment.stop) for segment in shard.segments)
         for bucket, reduction in zip(self.buckets, step.gradients.reductions, strict=True):
@@ -204,8 +204,10 @@ class ShardedUpdater(Updater):
         return [one for shard in self.shards for one in shard.held()]
 
     def close(self) -> None:
-        """End the update thread."""
+        """End the update thread, and give up what crosses slow links."""
         self._thread.close()
+        if self.collectives.crossing is not None:
+            self.collectives.crossing.close()
 
     def _hyperparameters(self) -> tuple[dict[str, Any], ...]:
         return tuple(hyperparameters(self.optimizer, group) for group in range(len(self.optimizer.param_groups)))
@@ -243,6 +245,8 @@ class ShardedUpdater(Updater):
         trace = self.collectives.trace
         start_ns = trace.now_ns()
         shard = self.shards[bucket.index]
+        if self.collectives.crossing is not None:
+            self.collectives.crossing.keep(bucket)
         with self.collectives.communicator.progress.working():
             shard.scale(factors)
             shard.step(options[bucket.plan.group], present, may_undo=may_undo)

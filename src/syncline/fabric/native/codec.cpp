@@ -68,8 +68,7 @@ template <int Bits>
     const float scale = widened(stored), inverse = 1.0F / scale;
     int8_t codes[CODED_BLOCK];
     for (size_t k = 0; k < CODED_BLOCK; ++k) {
-        const float within = std::min(std::max(sums[k] * inverse, -LARGEST<Bits>), LARGEST<Bits>);
-        const float rounded = (within + ROUND) - ROUND;
+        const float rounded = (sums[k] * inverse + ROUND) - ROUND;  // LARGEST at most, since the scale is rounded up
         error[k] = sums[k] - rounded * scale;
         codes[k] = static_cast<int8_t>(static_cast<int32_t>(rounded));
     }
