@@ -126,6 +126,7 @@ CALLS: dict[str, Callable[[World], Right]] = {
     "syncline.launch": lambda world: (syncline.launch, {"function": int, "ranks": 1}),
     "syncline.distribute": distribute,
     "syncline.reconfigure": reconfigure,
+    "syncline.huggingface": lambda world: (syncline.huggingface, {}),
     "syncline.no_sync": lambda world: (syncline.no_sync, {"model": world.model}),
     "syncline.join": lambda world: (syncline.join, {"model": world.model}),
     "syncline.synchronize": lambda world: (syncline.synchronize, {"model": world.model}),

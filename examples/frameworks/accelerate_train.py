@@ -1,20 +1,19 @@
-"""Hugging Face Accelerate on Syncline's process group: it takes the group that is there.
+"""Hugging Face Accelerate on Syncline's process group, by one line before it.
 
 syncline run --ranks 2 examples/frameworks/accelerate_train.py
 """
 
-import torch.distributed as dist
 from accelerate import Accelerator
 from regression import NUM_STEPS, make_batch, make_model, make_optimizer, report, train_alone
 from torch import nn
 
-import syncline  # noqa: F401 - makes the backend known
+import syncline
 
 
 def main() -> None:
     """Train, and compare with one process."""
-    dist.init_process_group("syncline")  # before Accelerator(), which knows no such backend by name
-    accelerator = Accelerator(cpu=True)
+    syncline.huggingface()  # before Accelerator(), which takes the group that is there
+    accelerator = Accelerator()
     rank = accelerator.process_index
     model = make_model()
     model, optimizer = accelerator.prepare(model, make_optimizer(model.parameters()))

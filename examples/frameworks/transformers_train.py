@@ -13,7 +13,7 @@ from regression import report
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-import syncline  # noqa: F401 - makes the backend known
+import syncline
 
 NUM_STEPS = 4
 BATCH_SIZE = 2
@@ -57,7 +57,7 @@ def train_alone(data: Tokens) -> GPT2LMHeadModel:
 
 def main(folder: str) -> None:
     """Train, and compare with one process."""
-    dist.init_process_group("syncline")  # before TrainingArguments, which knows no such backend by name
+    syncline.huggingface()  # before TrainingArguments, which takes the group that is there
     rank, world_size = dist.get_rank(), dist.get_world_size()
     data = Tokens(NUM_STEPS * BATCH_SIZE * world_size)
     arguments = TrainingArguments(
@@ -69,7 +69,6 @@ def main(folder: str) -> None:
         lr_scheduler_type="constant",
         max_grad_norm=0,  # no clipping
         train_sampling_strategy="sequential",
-        use_cpu=True,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,

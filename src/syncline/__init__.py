@@ -20,6 +20,7 @@ if "torch" in sys.modules:  # else torch does it by the entry point, when it is 
     import_module("syncline.backend.registration").register()
 
 if TYPE_CHECKING:
+    from syncline.backend.huggingface import huggingface
     from syncline.backend.reconfiguration import Reconfiguration, commit, reconfigure
     from syncline.cli.launcher.function import launch
     from syncline.errors import (
@@ -98,6 +99,7 @@ _HOMES = {
     "batch_size": "syncline.pytorch.control",
     "clip_grad_norm_": "syncline.pytorch.control",
     "comm_hook": "syncline.pytorch.comm_hook",
+    "huggingface": "syncline.backend.huggingface",
     "metrics": "syncline.pytorch.metrics",
     "note": "syncline.pytorch.metrics",
     "save_checkpoint": "syncline.pytorch.checkpoint",
@@ -161,6 +163,7 @@ __all__ = [
     "batch_size",
     "clip_grad_norm_",
     "comm_hook",
+    "huggingface",
     "metrics",
     "note",
     "save_checkpoint",

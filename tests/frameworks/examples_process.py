@@ -33,6 +33,8 @@ def main(folder: str, ports: str, *names: str) -> None:
         assert not torch.distributed.is_initialized() or script.startswith("lightning")
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        if script == "accelerate_train":  # it keeps what it has chosen for the life of a process
+            sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
         print(f"{name} took {time.monotonic() - began_s:.1f} s", flush=True)
 
 
