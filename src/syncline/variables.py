@@ -16,7 +16,7 @@ from typing import TextIO
 from syncline.errors import ConfigurationError
 
 BEHIND, FLIGHT, METRICS = "SYNCLINE_BEHIND", "SYNCLINE_FLIGHT_RECORD", "SYNCLINE_METRICS"
-REPORT = "SYNCLINE_REPORT"
+LIVE, REPORT = "SYNCLINE_LIVE", "SYNCLINE_REPORT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +132,11 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
         name=METRICS,
         argument="syncline run --metrics",
         meaning="for Prometheus: [HOST:]PORT, to which each rank adds its number, or a folder for files",
+    ),
+    EnvironmentVariable(
+        name=LIVE,
+        argument="syncline run --live",
+        meaning="on: rank 0 writes a line every ten seconds; or a file that it writes a view of all ranks to, as JSON",
     ),
     EnvironmentVariable(
         name=REPORT,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +15,13 @@ import pytest
 import torch
 
 import syncline
+from syncline.cli.asking import ask
+from syncline.cli.dump import dump
 from syncline.cli.launcher.scratch import reserved_port
+from syncline.cli.top import top
 from syncline.errors import ConfigurationError
 from syncline.observe import NullTrace
-from syncline.pytorch import metrics
+from syncline.pytorch import metrics, serving
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.runtime import FleetStatistics
@@ -35,8 +39,14 @@ def trained(fleet: Fleet) -> FleetStatistics:
     return fleet.statistics()
 
 
+VIEW = {"seconds": 8.0, "ranks": [], "links": [], "said": ["rank 1 holds the others up"]}
+
+
 def job(rank: int) -> Callable[[], Any]:
-    return lambda: SimpleNamespace(rank=rank, trace=NullTrace())
+    told = SimpleNamespace(rank=rank, trace=NullTrace(), world_size=2, dumps=[])
+    told.view = lambda: VIEW if rank == 0 else None
+    told.dump_flights = lambda: told.dumps.append(rank)
+    return lambda: told
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +118,62 @@ def test_prometheus_reads_them_at_a_port_and_in_a_file(
         assert (steps.name, steps.labels, steps.value) == ("syncline_steps_total", {"rank": str(rank)}, 3.0)
         phases = {sample.labels["phase"] for sample in families["syncline_own_seconds"].samples}
         assert phases == {"elsewhere", "forward", "backward", "step"}
+
+
+def test_the_port_has_a_view_and_dumps_and_asks_for_the_secret_from_elsewhere(
+    statistics: FleetStatistics, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("prometheus_client")
+    (tmp_path / "secret").write_text("s" * 32)
+    (tmp_path / "secret").chmod(0o600)
+    (tmp_path / "other").write_text("o" * 32)
+    (tmp_path / "other").chmod(0o600)
+    first, second = job(0), job(1)
+    with reserved_port() as port:
+        monkeypatch.setenv("SYNCLINE_METRICS", str(port))
+        monkeypatch.setenv("SYNCLINE_SECRET_FILE", str(tmp_path / "secret"))
+        stop = metrics.publish(lambda: statistics, first)
+        monkeypatch.delenv("SYNCLINE_SECRET_FILE")
+        top(str(port), once=True)
+        assert capsys.readouterr().out == "8 s: no rank has said anything yet\nrank 1 holds the others up\n"
+        with pytest.raises(ConfigurationError, match="no folder for it; start it with --log-dir"):
+            dump(str(port))
+        monkeypatch.setenv("SYNCLINE_FLIGHT_RECORD", "/records")
+        dump(f"127.0.0.1:{port}")
+        assert "2 ranks write to /records" in capsys.readouterr().out
+        assert first().dumps == [0]
+        monkeypatch.setattr(serving, "is_near", lambda _: False)
+        for secret in (None, tmp_path / "other"):
+            with pytest.raises(ConfigurationError, match="needs the job's secret"):
+                ask(str(port), "/view", secret)
+        assert ask(str(port), "/view", tmp_path / "secret") == VIEW
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            assert b"syncline_steps_total" in answer.read()
+        with pytest.raises(ConfigurationError, match="there is /metrics, /view, /dump"):
+            ask(str(port), "/none", None)
+        stop()
+        with pytest.raises(ConfigurationError, match="no job answers"):
+            ask(str(port), "/view", None)
+        monkeypatch.setenv("SYNCLINE_METRICS", str(port - 1))
+        stop = metrics.publish(lambda: statistics, second)
+        monkeypatch.undo()
+        with pytest.raises(ConfigurationError, match="rank 0 alone has a view"):
+            ask(str(port), "/view", None)
+        stop()
+
+
+def test_a_code_is_of_one_path_and_grows_old() -> None:
+    secret, now_s = b"s" * 32, time.time()
+    assert serving.is_valid(serving.make_code(secret, "/view"), secret, "/view")
+    for code in (
+        serving.make_code(secret, "/dump"),
+        serving.make_code(b"o" * 32, "/view"),
+        serving.make_code(secret, "/view", now_s - 2 * serving.VALID_S),
+        "",
+        "12.x",
+        "é.x",
+    ):
+        assert not serving.is_valid(code, secret, "/view")
 
 
 def test_a_place_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

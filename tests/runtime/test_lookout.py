@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from collections.abc import Mapping
 
 import pytest
@@ -155,3 +157,36 @@ def test_a_report_travels_and_nonsense_is_refused() -> None:
     for nonsense in (b"", told.encode()[:-1], b"\x09" + told.encode()[1:]):
         with pytest.raises(ControlError, match="of its pace"):
             PaceReport.decode(nonsense, len(LINKS))
+
+
+def test_a_view_has_what_is_known_now_and_none_for_what_is_not() -> None:
+    lookout = Lookout(RACKS, name, behind_s=60.0, now_s=0.0)
+    assert lookout.view(1.0) == {"seconds": 1.0, "ranks": [], "links": [], "said": []}
+    for now_s in range(0, 21, 2):
+        moved = [0] * len(LINKS)
+        moved[LINKS.index(DirectedLink("b", "up"))] = 3_000_000 * now_s  # of 10 MB/s, by two ranks
+        for rank in range(2):
+            told = report(
+                now_s, HEALTHY, link_bytes=tuple(moved), num_samples=32 * now_s * rank, loss=0.5 if rank else math.nan
+            )
+            lookout.hear(rank, told, now_s)
+    view = lookout.view(22.0)
+    assert json.loads(json.dumps(view)) == view
+    assert view["links"][0] == {"link": "b up", "rate": 1e7, "use": pytest.approx(0.6)}
+    first, second = view["ranks"]
+    assert (first["steps"], first["steps_per_s"], first["silent_s"]) == (20, pytest.approx(1.0), 2.0)
+    assert (first["samples_per_s"], first["loss"]) == (None, None)
+    assert (second["samples_per_s"], second["loss"]) == (pytest.approx(32.0), 0.5)
+    assert first["waited"] == pytest.approx(0.58)
+
+
+def test_a_lack_of_processors_is_said_where_it_explains_half_of_the_cost() -> None:
+    slow = {**HEALTHY, "forward": 0.3, "backward": 0.4}
+    lookout, said = Lookout(RACKS, name, behind_s=60.0, now_s=0.0), []
+    for now_s in range(0, 21, 2):
+        for rank in range(3):
+            lacked_s = now_s * (0.45 if rank == 1 else 0.03)
+            lookout.hear(rank, report(now_s, slow if rank == 1 else HEALTHY, lacked_s=lacked_s), now_s)
+        said += lookout.look(now_s)
+    (line,) = said
+    assert line.endswith("for 45% of the time one of its threads was ready and had no processor, 3% of theirs")

@@ -26,6 +26,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "cluster": ("syncline.cli.cluster", "Show which machines would form a cluster, and why."),
     "lab": ("syncline.cli.lab", "Try it on an emulated network of this machine (Linux, root)."),
     "bench": ("syncline.cli.bench", "Measure this library and its peers on the same network."),
+    "top": ("syncline.cli.top", "Show a running job's ranks, links and waits."),
+    "dump": ("syncline.cli.dump", "Let all ranks of a running job write their last calls."),
     "explain": ("syncline.cli.explain", "Say where the time of a step goes, and what one change would give."),
     "report": ("syncline.cli.report", "Write one HTML file of what a trace tells."),
     "doctor": ("syncline.cli.doctor", "Say what this machine lacks, and what to do about it."),

@@ -93,6 +93,9 @@ def run(
     report: Report = None,
     log_dir: LogDir = None,
     behind: Behind = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Show ranks, links and waits as they are; or SYNCLINE_LIVE.")
+    ] = False,
     metrics: Metrics = None,
     foreground: Foreground = None,
     on_preemption: OnPreemption = None,
@@ -126,6 +129,7 @@ def run(
         report=report,
         log_folder=log_dir,
         behind=behind,
+        is_live=live,
         metrics=metrics,
         terminal_rank=foreground,
         limits=losses.limits(),

@@ -13,12 +13,17 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+import torch
+
 from syncline.arguments import Whole, checked
 from syncline.endpoints import parse_endpoint
 from syncline.errors import ConfigurationError
+from syncline.pytorch.secret import read_secret
+from syncline.pytorch.serving import Page, as_json, serve
 from syncline.runtime import Communicator, FleetStatistics
-from syncline.variables import METRICS, process_variables
+from syncline.variables import FLIGHT, METRICS, process_variables
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WRITE_S = 10.0
 """How often a file is written; who reads one does so every 15 s or more."""
 
@@ -56,7 +61,7 @@ def note(*, loss: SupportsFloat | None = None, samples: Whole = 0) -> None:
     """
     communicator = _source()[1]()
     if loss is not None:
-        communicator.progress.loss = value = float(loss)
+        communicator.progress.loss = value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         if math.isfinite(value):  # JSON has no other numbers
             communicator.trace.counter("loss", value)
     communicator.progress.num_samples += samples
@@ -77,7 +82,7 @@ def publish(take: Take, find: Callable[[], Communicator]) -> Callable[[], None]:
     ``find`` returns the job's communicator, whose trace gets the last numbers. Raises :class:`ConfigurationError` for a
     port or folder that cannot be had.
     """
-    stop = _tell_prometheus(take, find().rank)
+    stop = _tell_prometheus(take, find)
     source = take, find
     _sources.append(source)
 
@@ -91,8 +96,8 @@ def publish(take: Take, find: Callable[[], Communicator]) -> Callable[[], None]:
     return end
 
 
-def _tell_prometheus(take: Take, rank: int) -> Callable[[], None]:
-    place = process_variables().get(METRICS)
+def _tell_prometheus(take: Take, find: Callable[[], Communicator]) -> Callable[[], None]:
+    place, rank = process_variables().get(METRICS), find().rank
     if not place:
         return lambda: None
     try:
@@ -106,21 +111,36 @@ def _tell_prometheus(take: Take, rank: int) -> Callable[[], None]:
     if place.isdecimal() or ":" in place:
         where = place if ":" in place else f"127.0.0.1:{place}"
         address, port = parse_endpoint(where, default_port=0, what=METRICS)
+        pages: dict[str, Page] = {
+            "/metrics": lambda: (200, CONTENT_TYPE, prometheus_client.generate_latest(registry)),
+            "/view": lambda: _view_page(find()),
+            "/dump": lambda: _dump_page(find()),
+        }
         try:
-            server, thread = prometheus_client.start_http_server(port + rank, address, registry)
+            return serve(address, port + rank, pages, read_secret(process_variables()), is_open="/metrics")
         except (OSError, OverflowError) as error:
             raise ConfigurationError(
                 f"{METRICS}={place}: rank {rank} serves at that port + {rank}, and {port + rank} cannot be had: {error}"
             ) from error
-
-        def end() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        return end
     path = Path(place) / f"syncline-{rank}.prom"
     return _write_often(lambda: prometheus_client.write_to_textfile(str(path), registry), path)
+
+
+def _view_page(communicator: Communicator) -> tuple[int, str, bytes]:
+    view = communicator.view()
+    if view is None:
+        return 404, "text/plain", b"rank 0 alone has a view of all ranks; ask its port\n"
+    return as_json(view)
+
+
+def _dump_page(communicator: Communicator) -> tuple[int, str, bytes]:
+    folder = process_variables().get(FLIGHT)
+    if not folder:
+        return 409, "text/plain", f"the job has no folder for it; start it with --log-dir, or {FLIGHT}\n".encode()
+    if communicator.rank:
+        return 404, "text/plain", b"rank 0 tells all ranks to write; ask its port\n"
+    communicator.dump_flights()
+    return as_json({"folder": folder, "ranks": communicator.world_size})
 
 
 def _write_often(write: Callable[[], None], path: Path) -> Callable[[], None]:

@@ -18,11 +18,12 @@ from syncline.fabric.open_files import check_open_files
 from syncline.observe import NullTrace, Trace
 from syncline.runtime.call import BasicSettings, Call, CallSettings, CollectiveCall, common_settings
 from syncline.runtime.connection_classes import ConnectionClasses
-from syncline.runtime.control import Failure, Tally, encode_pace
+from syncline.runtime.control import Failure, Tally, encode_dump, encode_pace
 from syncline.runtime.engine import Engine
 from syncline.runtime.failures import CRASH, LOSSES, PEER_LOST, reason_of
 from syncline.runtime.flight_recorder import FlightRecorder
 from syncline.runtime.group import GroupFabric, place_in_job
+from syncline.runtime.live import write_view
 from syncline.runtime.lookout import REPORT_S, Lookout, PaceReport, rated_links, take_pace
 from syncline.runtime.loop import CommunicationLoop
 from syncline.runtime.plans import Planner, Plans, Target, plan_best
@@ -34,11 +35,12 @@ from syncline.runtime.statistics import FleetStatistics, take_statistics
 from syncline.runtime.work import Work
 from syncline.schedule import Collective, Layout, Schedule, lower_bound, predict
 from syncline.topology import Topology
-from syncline.variables import behind_limit_s
+from syncline.variables import LIVE, behind_limit_s, process_variables
 
 DEFAULT_TIMEOUT_S = 300.0
 LINGER_S = 0.2
 """After a failure, the others have this long to read why before they see this rank go."""
+VIEW_S = 5.0
 MOST_PLANS = 32
 """Of which a trace tells; each takes the model some milliseconds."""
 FLUSH_S = 1.0
@@ -93,6 +95,8 @@ class Communicator:
         self.connection_classes = ConnectionClasses(fabric, loop, timeout_s=timeout_s)
         self._on_close = on_close
         self._is_closed = self._is_interrupted = False
+        self._lookout: Lookout | None = None
+        self._live = process_variables().get(LIVE, "")
         self._told_plans: set[tuple[str, int]] = set()
         self._shared_memory: dict[int, SharedMemoryCollectives] = {}  # by the streams whose calls they take
         self._last_statistics: FleetStatistics | None = None
@@ -433,7 +437,7 @@ class Communicator:
         self.progress.watcher = self
         if self.trace.enabled:
             self._tell_trace()
-        if self.world_size > 1:
+        if self.world_size > 1 or self._live:
             self._loop.call_soon(self._begin_watch, behind_limit_s())
 
     def _begin_watch(self, behind_s: float) -> None:
@@ -441,6 +445,7 @@ class Communicator:
         if self.rank == 0:
             clock = self._loop.clock
             lookout = Lookout(self.topology, self._fabric.describe_peer, behind_s=behind_s, now_s=clock.time())
+            self._lookout = lookout
             num_links = len(rated_links(self.topology))
             self._engine.on_pace = lambda peer, body: lookout.hear(
                 peer, PaceReport.decode(body, num_links), clock.time()
@@ -459,6 +464,8 @@ class Communicator:
                 self.trace.instant(line, "lookout")
                 with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
                     print(f"syncline: {line}", file=sys.stderr, flush=True)
+            if self._live:
+                write_view(lookout.view(now_s), self._live)
         elif not self._fabric.is_lost(0):
             self._fabric.send_control(0, encode_pace(report.encode()))
         self._loop.clock.call_later(max(REPORT_S, self.world_size / 64), self._tell_pace, lookout)
@@ -475,9 +482,28 @@ class Communicator:
             self.trace.counter("bytes on links", moved)
             self.trace.counter("seconds without a processor", self.progress.shortage.seconds())
 
+    def view(self) -> dict[str, Any] | None:
+        """Return what is known of all ranks now (see :meth:`Lookout.view`); None but on rank 0 of several."""
+        lookout = self._lookout
+        return None if lookout is None else self._loop.run(self._view(lookout), VIEW_S)
+
+    async def _view(self, lookout: Lookout) -> dict[str, Any]:
+        return lookout.view(self._loop.clock.time())
+
+    def dump_flights(self) -> None:
+        """Let all ranks write their last calls now, each to its own folder for them; rank 0 calls this."""
+        self._loop.call_soon(self._tell_dump)
+
+    def _tell_dump(self) -> None:
+        self._engine.on_dump()
+        for peer in range(self.world_size):
+            if peer != self.rank and not self._fabric.is_lost(peer):
+                self._fabric.send_control(peer, encode_dump())
+
     def write_flight(self, folder: Path) -> None:
-        """Write the last calls to ``folder`` when calls fail or this closes, and when the process gets SIGUSR1."""
+        """Write the last calls to ``folder`` when calls fail or this closes, on SIGUSR1, and when rank 0 says so."""
         number = self.members[self.rank]
+        self._engine.on_dump = lambda: self._recorder.write(folder, number)
         self._recorder.write_in_time(folder, number)
         self.watch_failure(lambda _: self._recorder.write(folder, number))
 

@@ -8,6 +8,7 @@ FAILED     to all: I have given up, and why; whatever waits for me may stop wait
 PARTING    to all, before LEAVING: how many steps (or collectives) I have made, for the errors of those who go on
 LEAVING    to all, before a close: which calls I have completed, since those still get all that they need
 PACE       to the first, every few seconds: where my time went, so that it can say who holds others up
+DUMP       of the first to all: write your last calls to your folder for them, as somebody wants to see them
 =========  =============================================================================================
 
 All begin with the kind, the stream and the running number; the rest is text.
@@ -48,6 +49,7 @@ class ControlKind(IntEnum):
     PARTING = 5
     BESIDE = 6
     PACE = 7
+    DUMP = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,11 @@ class Failure:
 def encode_pace(report: bytes) -> bytes:
     """Encode a PACE message."""
     return _HEAD.pack(ControlKind.PACE, 0, 0) + report
+
+
+def encode_dump() -> bytes:
+    """Encode a DUMP message."""
+    return _HEAD.pack(ControlKind.DUMP, 0, 0)
 
 
 def encode_description(stream: int, number: int, description: Description) -> bytes:

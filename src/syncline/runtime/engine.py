@@ -96,6 +96,7 @@ class Engine:
         self.count: Callable[[], Tally | None] = lambda: None
         """How much this rank has made, which others are told when it leaves."""
         self.on_pace: Callable[[int, bytes], None] = lambda *_: None
+        self.on_dump: Callable[[], None] = lambda: None
         """Takes what another rank tells of its pace."""
         self.user_stream = 0
         self.num_calls: dict[str, int] = {}
@@ -242,6 +243,8 @@ class Engine:
             self._fail(here, tell=False)
         elif kind is ControlKind.PACE:
             self.on_pace(peer, body)
+        elif kind is ControlKind.DUMP:
+            self.on_dump()
         elif kind is ControlKind.PARTING:
             self._parted[peer] = control.decode_parting(number, body)
         else:

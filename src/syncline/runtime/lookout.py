@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from syncline.fabric.progress import BACKWARD, ELSEWHERE, FORWARD, PHASES, STEP, Progress
 from syncline.runtime.control import ControlError
@@ -36,6 +37,8 @@ LEAST_USE, LEAST_WAIT = 0.6, 0.25
 """A link holds ranks up that is used for so much of the time, while they wait so much of it, and not much longer."""
 _FIXED = struct.Struct("<BBQQQddddddddd")
 _NOT_HEARD_S = 10.0
+NUM_KEPT_LINES = 5
+"""Of what was said, for those who look at the job now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +154,8 @@ class Lookout:
         self._step_s = now_s
         self._next_behind_s = behind_s
         self._candidate = self._named = ""
-        self._text = ""
+        self._began_s = now_s
+        self._said: deque[str] = deque(maxlen=NUM_KEPT_LINES)
 
     def hear(self, rank: int, report: PaceReport, now_s: float) -> None:
         """Take what a rank tells."""
@@ -188,7 +192,40 @@ class Lookout:
                 said.append(f"{self._named} holds nobody up any more")
             self._named = found
         self._candidate = found
+        self._said.extend(said)
         return said
+
+    def view(self, now_s: float) -> dict[str, Any]:
+        """Return what is known of all ranks now, over the last seconds, as JSON has it; what is not known is None."""
+        ranks = [self._view_rank(rank, heard, now_s) for rank, heard in sorted(self._heard.items())]
+        moved = [sum(each) for each in zip(*(one.pop("links") for one in ranks), strict=True)]
+        use = {f"{link.child} {link.direction}": rate for link, rate in self._rates.items()}
+        links = [
+            {"link": name, "rate": rate, "use": bytes_per_s / rate}
+            for (name, rate), bytes_per_s in zip(use.items(), moved, strict=bool(ranks))
+        ]
+        links.sort(key=lambda link: -link["use"])
+        return {"seconds": now_s - self._began_s, "ranks": ranks, "links": links, "said": list(self._said)}
+
+    def _view_rank(self, rank: int, heard: Sequence[tuple[float, PaceReport]], now_s: float) -> dict[str, Any]:
+        end_s, last = heard[-1]
+        first = next(report for at_s, report in heard if at_s >= end_s - WINDOW_S - REPORT_S)
+        seconds = last.total_s - first.total_s
+        per_s = 1 / seconds if seconds > 0 else 0.0
+        return {
+            "rank": rank,
+            "name": self._describe(rank),
+            "phase": last.phase,
+            "is_waiting": last.is_waiting,
+            "silent_s": now_s - end_s,
+            "steps": last.num_steps,
+            "steps_per_s": (last.num_steps - first.num_steps) * per_s,
+            "samples_per_s": (last.num_samples - first.num_samples) * per_s if last.num_samples else None,
+            "loss": last.loss if math.isfinite(last.loss) else None,
+            "waited": (last.waited_s - first.waited_s) * per_s,
+            "lacked": (last.lacked_s - first.lacked_s) * per_s,
+            "links": [(b - a) * per_s for a, b in zip(first.link_bytes, last.link_bytes, strict=True)],
+        }
 
     def _behind(self, now_s: float) -> str:
         waiting, behind = [], []

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 from syncline.cli.launcher.failure import describe_restarts
 from syncline.cli.launcher.restarts import RestartBudget
 from syncline.cli.launcher.session import Runner, Session
 from syncline.cli.launcher.supervisor import Interrupted, Noticed, Terminated
 from syncline.cli.launcher.terminal import Terminal
+from syncline.runtime.live import render
+
+LOOK_S = 0.5
 
 
 def run_job(session: Session, terminal: Terminal) -> int:
@@ -25,8 +30,32 @@ def run_job(session: Session, terminal: Terminal) -> int:
 
 async def _run_attempts(session: Session, terminal: Terminal) -> int:
     attempts = _Attempts(session, terminal)
-    with attempts.signals():
-        return await attempts.run()
+    following = asyncio.create_task(_follow(session.view, terminal)) if session.view else None
+    try:
+        with attempts.signals():
+            return await attempts.run()
+    finally:
+        if following is not None:
+            following.cancel()
+            terminal.show([])
+
+
+async def _follow(path: Path, terminal: Terminal) -> None:
+    """Show the view of the job that rank 0 writes."""
+    seen = ""
+    while True:
+        text = _read(path)
+        if text != seen:
+            terminal.show(render(json.loads(text)))
+            seen = text
+        await asyncio.sleep(LOOK_S)
+
+
+def _read(path: Path) -> str:
+    """Return a file of a few kB, or nothing where it is not there yet."""
+    with contextlib.suppress(OSError):
+        return path.read_text()
+    return ""
 
 
 class _Attempts:

@@ -28,7 +28,7 @@ from syncline.cli.launcher.terminal import Terminal, labels
 from syncline.errors import ConfigurationError
 from syncline.last_words import LAST_WORDS
 from syncline.topology import Topology
-from syncline.variables import BEHIND, FLIGHT, METRICS, REPORT, process_variables
+from syncline.variables import BEHIND, FLIGHT, LIVE, METRICS, REPORT, process_variables
 
 ON_PREEMPTION = "SYNCLINE_ON_PREEMPTION"
 NOTICE_S = 25.0
@@ -51,6 +51,7 @@ class Request:
     report: Path | None = None
     log_folder: Path | None = None
     behind: str | None = None
+    is_live: bool = False
     metrics: str | None = None
     terminal_rank: int | None = None
     limits: Limits = field(default_factory=Limits)
@@ -86,6 +87,9 @@ def launch(request: Request, *, terminal: Terminal | None = None) -> int:
 
 def _run_in(scratch: Path, request: Request, job: Job, host: str | None, terminal: Terminal) -> int:
     base = _base_variables(request)
+    view = scratch / "view.json" if request.is_live and terminal.is_screen and request.terminal_rank is None else None
+    if request.is_live:
+        base = {**base, LIVE: str(view or "on")}
     limits = replace(request.limits, stubborn_s=NOTICE_S) if base.get(ON_PREEMPTION) else request.limits
     secret = prepare_secret(job, asked=request.secret_file, environment=process_variables(), folder=scratch)
     asked = request.trace or (scratch / "trace.json" if request.report else None)
@@ -113,6 +117,7 @@ def _run_in(scratch: Path, request: Request, job: Job, host: str | None, termina
             logs=open_logs(job, request.log_folder, base),
             terminal_rank=_terminal_rank(request, job),
             restarts=request.restarts,
+            view=view,
             doors=doors.near,
             far_door=doors.far,
         )

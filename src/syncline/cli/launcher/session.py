@@ -60,6 +60,8 @@ class Session:
     """How often all ranks may be started again when the job has failed."""
     doors: Mapping[int, str] = field(default_factory=dict)
     """Where each rank lets newcomers in, if the job is elastic."""
+    view: Path | None = None
+    """Where rank 0 writes what it knows of all ranks, for a screen."""
     far_door: str | None = None
     """Where a rank on another machine does, for when none lives here."""
 

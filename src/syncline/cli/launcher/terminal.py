@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from typing import TextIO
@@ -22,6 +23,25 @@ class Terminal:
         self._stdout = stdout or sys.stdout
         self._stderr = stderr or sys.stderr
         self.is_broken = False
+        self._shown: list[str] = []
+        """Lines that stay below all others."""
+
+    @property
+    def is_screen(self) -> bool:
+        """Whether a person sees what is written as it changes."""
+        return self._stderr.isatty() and self._stdout.isatty()
+
+    def show(self, lines: list[str]) -> None:
+        """Keep ``lines`` below all that is written, in place of those before; for a screen alone."""
+        size, hidden = shutil.get_terminal_size(), self._hidden()
+        self._shown = [line[: size.columns - 1] for line in lines[: size.lines - 2]]
+        self._put(self._stderr, hidden + self._below())
+
+    def _hidden(self) -> str:
+        return f"\x1b[{len(self._shown)}F\x1b[J" if self._shown else ""
+
+    def _below(self) -> str:
+        return "".join(f"{line}\n" for line in self._shown)
 
     def write_lines(self, lines: list[str], *, label: str, colour: int, is_error: bool) -> None:
         """Write a rank's ``lines``, each after ``label``."""
@@ -35,6 +55,10 @@ class Terminal:
         self._write(stream, f"{_painted('syncline:', RED if is_error else 1, stream)} {text}\n")
 
     def _write(self, stream: TextIO, text: str) -> None:
+        if text:
+            self._put(stream, self._hidden() + text + self._below())
+
+    def _put(self, stream: TextIO, text: str) -> None:
         if not text or self.is_broken:
             return
         try:

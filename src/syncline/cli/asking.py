@@ -1,0 +1,49 @@
+"""How commands ask a running job: at the port of its metrics, with its secret where that is on another machine."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from syncline.endpoints import format_endpoint, parse_endpoint
+from syncline.errors import ConfigurationError
+from syncline.pytorch.secret import read_secret, read_secret_file
+from syncline.pytorch.serving import CODE, make_code
+from syncline.variables import process_variables
+
+TIMEOUT_S = 10.0
+
+Endpoint = Annotated[
+    str,
+    typer.Argument(metavar="HOST:PORT", help="Where rank 0 serves its metrics; or a port here.", show_default=False),
+]
+SecretFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="The job's secret, if it is elsewhere; or SYNCLINE_SECRET_FILE.", show_default=False
+    ),
+]
+
+
+def ask(endpoint: str, path: str, secret_file: Path | None) -> Any:
+    """Return what a job answers; :class:`ConfigurationError` where it does not, with what it says."""
+    where = f"127.0.0.1:{endpoint}" if endpoint.isdecimal() else endpoint
+    host, port = parse_endpoint(where, default_port=0, what="HOST:PORT")
+    secret = read_secret_file(secret_file, who="--secret-file") if secret_file else read_secret(process_variables())
+    headers = {CODE: make_code(secret, path)} if secret else {}
+    request = urllib.request.Request(f"http://{format_endpoint(host, port)}{path}", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        raise ConfigurationError(f"the job at {where} says: {error.read().decode(errors='replace').strip()}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"no job answers at {where} ({getattr(error, 'reason', error)}); start it with --metrics PORT, and name "
+            "the port of rank 0"
+        ) from error

@@ -1,0 +1,94 @@
+"""What a rank serves at the port for metrics: ``/metrics`` for Prometheus, ``/view`` of all ranks, and ``/dump``.
+
+This machine may ask for all of it. Whoever asks from another one for a view or a dump proves that they know the job's
+secret, by a keyed code of the path and the time; the secret itself is never sent. Metrics are as open as the address.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+CODE = "Syncline-Code"
+VALID_S = 60.0
+"""Clocks may differ by so much, and a code that was overheard is good for no longer."""
+
+Page = Callable[[], tuple[int, str, bytes]]
+"""Returns status, content type and body."""
+
+
+def make_code(secret: bytes, path: str, now_s: float | None = None) -> str:
+    """Return what proves that the sender knows ``secret``, for one path, now.
+
+    >>> is_valid(make_code(b"s" * 32, "/view"), b"s" * 32, "/view")
+    True
+    """
+    time_text = f"{time.time() if now_s is None else now_s:.0f}"
+    return f"{time_text}.{hmac.new(secret, f'syncline {path} {time_text}'.encode(), hashlib.sha256).hexdigest()}"
+
+
+def is_valid(code: str, secret: bytes, path: str) -> bool:
+    """Whether a code is of this path, and not old."""
+    text = code.partition(".")[0]
+    if not text.isdecimal() or abs(time.time() - int(text)) > VALID_S:
+        return False
+    return hmac.compare_digest(code.encode(), make_code(secret, path, int(text)).encode())
+
+
+def serve(
+    address: str, port: int, pages: Mapping[str, Page], secret: bytes | None, *, is_open: str
+) -> Callable[[], None]:
+    """Serve ``pages`` by their paths; return what ends that. Only the path ``is_open`` needs no code from elsewhere.
+
+    Raises ``OSError`` or ``OverflowError`` for an address that cannot be had.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, kind, body = self._answer()
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def _answer(self) -> tuple[int, str, bytes]:
+            path = self.path.partition("?")[0]
+            if path not in pages:
+                return 404, "text/plain", f"there is {', '.join(pages)}\n".encode()
+            if path != is_open and not is_near(self.client_address[0]):
+                code = self.headers.get(CODE, "")
+                if secret is None or not is_valid(code, secret, path):
+                    return 403, "text/plain", b"from another machine this needs the job's secret\n"
+            return pages[path]()
+
+        def log_message(self, *_: object) -> None:
+            """Write nothing: the output is the job's."""
+
+    server = ThreadingHTTPServer((address, port), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, name="syncline-metrics", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return end
+
+
+def is_near(address: str) -> bool:
+    """Whether an address is this machine's loopback."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def as_json(value: object) -> tuple[int, str, bytes]:
+    """Return a page of a value."""
+    return 200, "application/json", json.dumps(value).encode()
