@@ -131,7 +131,7 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
     EnvironmentVariable(
         name=METRICS,
         argument="syncline run --metrics",
-        meaning="for Prometheus: [HOST:]PORT, to which each rank adds its number, or a folder for files",
+        meaning="[HOST:]PORT for Prometheus, to which each rank adds its number; a folder for files; or opentelemetry",
     ),
     EnvironmentVariable(
         name=LIVE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 import urllib.request
 from collections.abc import Callable
@@ -39,6 +40,7 @@ def trained(fleet: Fleet) -> FleetStatistics:
     return fleet.statistics()
 
 
+ROOT = Path(__file__).parents[2]
 VIEW = {"seconds": 8.0, "ranks": [], "links": [], "said": ["rank 1 holds the others up"]}
 
 
@@ -118,6 +120,51 @@ def test_prometheus_reads_them_at_a_port_and_in_a_file(
         assert (steps.name, steps.labels, steps.value) == ("syncline_steps_total", {"rank": str(rank)}, 3.0)
         phases = {sample.labels["phase"] for sample in families["syncline_own_seconds"].samples}
         assert phases == {"elsewhere", "forward", "backward", "step"}
+
+
+def test_the_dashboard_shows_numbers_that_are_there(statistics: FleetStatistics) -> None:
+    pytest.importorskip("prometheus_client")
+    names = {
+        f"{family.name}_total" if family.type == "counter" else family.name
+        for family in metrics.Collector(lambda: statistics, 0).collect()
+    }
+    board = json.loads((ROOT / "docs" / "grafana" / "syncline.json").read_text())
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    found = {name for text in asked for name in re.findall(r"syncline_\w+", text)}
+    assert found <= names
+    assert len(found) >= 10
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    labels = {label for text in asked for group in re.findall(r"by \(([^)]*)\)", text) for label in group.split(", ")}
+    assert labels <= {"rank", "phase", "reason", "link", "call"}
+
+
+def test_opentelemetry_observes_the_same_until_the_end(
+    statistics: FleetStatistics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry import metrics as api
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+    reader: Any = InMemoryMetricReader()
+    provider = MeterProvider([reader])
+    monkeypatch.setattr(api, "get_meter", provider.get_meter)
+    monkeypatch.setenv("SYNCLINE_METRICS", "opentelemetry")
+    stop = metrics.publish(lambda: statistics, job(0))
+
+    def read() -> dict[str, list[tuple[dict[str, str], float]]]:
+        data = reader.get_metrics_data()
+        scopes = data.resource_metrics[0].scope_metrics if data and data.resource_metrics else []
+        told = [one for scope in scopes for one in scope.metrics]
+        return {one.name: [(dict(p.attributes), p.value) for p in one.data.data_points] for one in told}
+
+    found = read()
+    assert found["syncline.steps"] == [({"rank": "0"}, 3)]
+    own = {labels["phase"]: value for labels, value in found["syncline.own_seconds"]}
+    assert own == dict(statistics.own_s)
+    stop()
+    assert not any(read().values()), "a job that is over is observed no more"
+    provider.shutdown()
 
 
 def test_the_port_has_a_view_and_dumps_and_asks_for_the_secret_from_elsewhere(

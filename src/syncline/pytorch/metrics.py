@@ -10,6 +10,8 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -23,6 +25,8 @@ from syncline.pytorch.serving import Page, as_json, serve
 from syncline.runtime import Communicator, FleetStatistics
 from syncline.variables import FLIGHT, METRICS, process_variables
 
+OPENTELEMETRY = "opentelemetry"
+"""In place of a port or a folder."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 WRITE_S = 10.0
 """How often a file is written; who reads one does so every 15 s or more."""
@@ -100,6 +104,8 @@ def _tell_prometheus(take: Take, find: Callable[[], Communicator]) -> Callable[[
     place, rank = process_variables().get(METRICS), find().rank
     if not place:
         return lambda: None
+    if place == OPENTELEMETRY:
+        return _tell_opentelemetry(take, rank)
     try:
         import prometheus_client
     except ImportError as error:
@@ -179,38 +185,87 @@ class Collector:
         """Yield what Prometheus reads, as of now."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        statistics, rank = self._take(), self._rank
-        connections = statistics.fabric.connections
-        counted: dict[str, tuple[str, str, Mapping[str, float]]] = {
-            "steps": ("Steps that are finished", "", {"": statistics.num_steps}),
-            "step_seconds": ("Seconds in finished steps", "", {"": statistics.steps_s}),
-            "connected_seconds": ("Seconds since the ranks were connected", "", {"": statistics.total_s}),
-            "own_seconds": ("Seconds of this rank's own in each phase", "phase", statistics.own_s),
-            "waited_seconds": ("Seconds waited for other ranks", "reason", statistics.waited_s),
-            "calls": ("Collectives that are over", "call", statistics.calls),
-            "call_bytes": ("Bytes of their buffers", "call", statistics.call_bytes),
-            "sent_bytes": ("Payload sent to other ranks", "", {"": statistics.fabric.sent_bytes}),
-            "received_bytes": ("Payload received from other ranks", "", {"": statistics.fabric.received_bytes}),
-            "uplink_bytes": ("Payload put on each link above this rank", "link", statistics.uplink_bytes()),
-            "reconnects": (
-                "Connections that broke and were opened again",
-                "",
-                {"": sum(x.reconnects for x in connections)},
-            ),
-        }
-        gauged = {
-            "goodput_ratio": ("Part of the time that finished steps took", statistics.goodput),
-            "queued_bytes": ("Payload that waits to be sent", statistics.queued_bytes),
-            "pending_calls": ("Collectives under way", statistics.num_pending_calls),
-            "lost_ranks": ("Ranks that are lost, or have left", len(statistics.fabric.lost_peers)),
-            "epoch": ("How often the members of the job have changed", statistics.epoch),
-        }
-        for name, (meaning, label, values) in counted.items():
-            family = CounterMetricFamily(f"syncline_{name}", meaning, labels=["rank", *([label] if label else [])])
-            for value_of, value in values.items():
-                family.add_metric([str(rank), *([value_of] if label else [])], value)
+        rank = str(self._rank)
+        for name, measure in measures(self._take()).items():
+            kind = CounterMetricFamily if measure.is_counted else GaugeMetricFamily
+            family = kind(f"syncline_{name}", measure.meaning, labels=["rank", *filter(None, [measure.label])])
+            for value_of, value in measure.values.items():
+                family.add_metric([rank, *([value_of] if measure.label else [])], value)
             yield family
-        for name, (meaning, value) in gauged.items():
-            gauge = GaugeMetricFamily(f"syncline_{name}", meaning, labels=["rank"])
-            gauge.add_metric([str(rank)], value)
-            yield gauge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """One number, or one for each value of ``label``; what is counted only grows."""
+
+    meaning: str
+    values: Mapping[str, float]
+    label: str = ""
+    is_counted: bool = True
+
+
+def measures(statistics: FleetStatistics) -> dict[str, Measure]:
+    """Return what monitoring is told, by name; units and names follow Prometheus' rules."""
+    counted: dict[str, tuple[str, str, Mapping[str, float]]] = {
+        "steps": ("Steps that are finished", "", {"": statistics.num_steps}),
+        "step_seconds": ("Seconds in finished steps", "", {"": statistics.steps_s}),
+        "connected_seconds": ("Seconds since the ranks were connected", "", {"": statistics.total_s}),
+        "own_seconds": ("Seconds of this rank's own in each phase", "phase", statistics.own_s),
+        "lacked_processor_seconds": (
+            "Seconds in which a thread was ready and had no processor",
+            "",
+            {"": statistics.lacked_s},
+        ),
+        "samples": ("Samples, as far as the user said", "", {"": statistics.num_samples}),
+        "waited_seconds": ("Seconds waited for other ranks", "reason", statistics.waited_s),
+        "calls": ("Collectives that are over", "call", statistics.calls),
+        "call_bytes": ("Bytes of their buffers", "call", statistics.call_bytes),
+        "sent_bytes": ("Payload sent to other ranks", "", {"": statistics.fabric.sent_bytes}),
+        "received_bytes": ("Payload received from other ranks", "", {"": statistics.fabric.received_bytes}),
+        "uplink_bytes": ("Payload put on each link above this rank", "link", statistics.uplink_bytes()),
+        "reconnects": (
+            "Connections that broke and were opened again",
+            "",
+            {"": sum(x.reconnects for x in statistics.fabric.connections)},
+        ),
+    }
+    gauged: dict[str, tuple[str, float]] = {
+        "goodput_ratio": ("Part of the time that finished steps took", statistics.goodput),
+        "loss": ("The last loss that the user said", statistics.loss),
+        "queued_bytes": ("Payload that waits to be sent", statistics.queued_bytes),
+        "pending_calls": ("Collectives under way", statistics.num_pending_calls),
+        "lost_ranks": ("Ranks that are lost, or have left", len(statistics.fabric.lost_peers)),
+        "epoch": ("How often the members of the job have changed", statistics.epoch),
+    }
+    found = {
+        name: Measure(meaning=meaning, values=values, label=label) for name, (meaning, label, values) in counted.items()
+    }
+    found |= {
+        name: Measure(meaning=meaning, values={} if math.isnan(value) else {"": value}, is_counted=False)
+        for name, (meaning, value) in gauged.items()
+    }
+    return found
+
+
+def _tell_opentelemetry(take: Take, rank: int) -> Callable[[], None]:
+    """Let the meter provider that the program, or opentelemetry-instrument, has set observe all measures."""
+    try:
+        from opentelemetry import metrics as api
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{METRICS}={OPENTELEMETRY} needs its SDK; pip install 'syncline[opentelemetry]', or leave it out"
+        ) from error
+    meter, is_over = api.get_meter("syncline"), threading.Event()
+
+    def observe(name: str, _: object) -> Iterator[api.Observation]:
+        if is_over.is_set():  # nothing ends an instrument
+            return
+        measure = measures(take())[name]
+        for value_of, value in measure.values.items():
+            labels = {"rank": str(rank)} | ({measure.label: value_of} if measure.label else {})
+            yield api.Observation(value, labels)
+
+    for name, measure in measures(take()).items():
+        make = meter.create_observable_counter if measure.is_counted else meter.create_observable_gauge
+        make(f"syncline.{name}", [partial(observe, name)], description=measure.meaning)
+    return is_over.set
