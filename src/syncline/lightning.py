@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch import nn
@@ -30,6 +31,7 @@ from syncline.pytorch.existing_group import find_group
 from syncline.pytorch.fleet import Fleet, current_fleet
 from syncline.pytorch.init import init
 from syncline.pytorch.launchers import whole_number
+from syncline.pytorch.metrics import metrics, note
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.samples import CountSamples
 from syncline.topology import Topology
@@ -223,6 +225,23 @@ class LaunchedEnvironment(ClusterEnvironment):
 
     def set_global_rank(self, rank: int) -> None:
         """Keep what the launcher says."""
+
+
+class MetricsCallback(Callback):
+    """Gives the Trainer's loggers what :func:`syncline.metrics` has, as often as they log, and notes the loss.
+
+    Names begin with ``syncline/``. It works with every strategy whose process group is Syncline's, DDP's too.
+    """
+
+    def on_train_batch_end(self, trainer: Trainer, _module: LightningModule, outputs: Any, *_: Any) -> None:
+        """Note the loss of a batch, and log."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if loss is not None:
+            note(loss=loss)
+        if trainer.global_step % trainer.log_every_n_steps == 0:
+            told = {f"syncline/{name}": value for name, value in metrics().items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(told, step=trainer.global_step)
 
 
 class _StepModule(nn.Module):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from served_stores import AGENT, WARM, ports_of, serve_stores
 
+import syncline
 from rank_scripts import run_script
 
 SCRIPT = Path(__file__).with_name("lightning_process.py")
@@ -27,3 +30,20 @@ def test_lightning_training(what: str, tmp_path: Path) -> None:
 
 def test_an_error_on_one_rank_ends_the_others(tmp_path: Path) -> None:
     assert run("breaks", tmp_path) == ["told", "told"]
+
+
+def test_the_callback_logs_what_metrics_has_as_often_as_lightning_logs() -> None:
+    lightning = pytest.importorskip("syncline.lightning")
+    logged: list[tuple[int, dict[str, float]]] = []
+    logger = SimpleNamespace(log_metrics=lambda told, step: logged.append((step, told)))
+    trainer = SimpleNamespace(global_step=0, log_every_n_steps=2, loggers=[logger])
+    with syncline.init():
+        for step in range(1, 5):
+            trainer.global_step = step
+            lightning.MetricsCallback().on_train_batch_end(
+                trainer, None, {"loss": torch.tensor(0.5 * step)}, None, step
+            )
+        lightning.MetricsCallback().on_train_batch_end(trainer, None, None, None, 5)
+    assert [step for step, _ in logged] == [2, 4, 4]
+    assert [told["syncline/loss"] for _, told in logged] == [1.0, 2.0, 2.0]
+    assert logged[0][1].keys() >= {"syncline/goodput", "syncline/steps"}
