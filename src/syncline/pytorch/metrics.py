@@ -7,6 +7,7 @@ of which there are few: phases, reasons of waits, kinds of calls, and the links 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,6 @@ from syncline.arguments import Whole, checked
 from syncline.endpoints import parse_endpoint
 from syncline.errors import ConfigurationError
 from syncline.pytorch.secret import read_secret
-from syncline.pytorch.serving import Page, as_json, serve
 from syncline.runtime import Communicator, FleetStatistics
 from syncline.variables import FLIGHT, METRICS, process_variables
 
@@ -117,6 +117,8 @@ def _tell_prometheus(take: Take, find: Callable[[], Communicator]) -> Callable[[
     if place.isdecimal() or ":" in place:
         where = place if ":" in place else f"127.0.0.1:{place}"
         address, port = parse_endpoint(where, default_port=0, what=METRICS)
+        from syncline.pytorch.serving import Page, serve
+
         pages: dict[str, Page] = {
             "/metrics": lambda: (200, CONTENT_TYPE, prometheus_client.generate_latest(registry)),
             "/view": lambda: _view_page(find()),
@@ -136,7 +138,7 @@ def _view_page(communicator: Communicator) -> tuple[int, str, bytes]:
     view = communicator.view()
     if view is None:
         return 404, "text/plain", b"rank 0 alone has a view of all ranks; ask its port\n"
-    return as_json(view)
+    return 200, "application/json", json.dumps(view).encode()
 
 
 def _dump_page(communicator: Communicator) -> tuple[int, str, bytes]:
@@ -146,7 +148,8 @@ def _dump_page(communicator: Communicator) -> tuple[int, str, bytes]:
     if communicator.rank:
         return 404, "text/plain", b"rank 0 tells all ranks to write; ask its port\n"
     communicator.dump_flights()
-    return as_json({"folder": folder, "ranks": communicator.world_size})
+    told = {"folder": folder, "ranks": communicator.world_size}
+    return 200, "application/json", json.dumps(told).encode()
 
 
 def _write_often(write: Callable[[], None], path: Path) -> Callable[[], None]:

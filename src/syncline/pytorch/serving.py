@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -87,8 +86,3 @@ def serve(
 def is_near(address: str) -> bool:
     """Whether an address is this machine's loopback."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def as_json(value: object) -> tuple[int, str, bytes]:
-    """Return a page of a value."""
-    return 200, "application/json", json.dumps(value).encode()
