@@ -12,7 +12,7 @@ from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
 from syncline.pytorch.distribute import distribute
 from syncline.schedule.replicas import find_replicas
 from syncline.topology import Topology
-from syncline.updates import AllReduce, Sharded
+from syncline.updates import AllReduce, LocalSteps, Sharded
 from syncline.updates.compression import cells_of, choose_sites
 from thread_fleets import run_fleets
 
@@ -213,6 +213,29 @@ def test_sharded_parameters_are_equal_and_near_those_of_one_process(name: str, o
         first, *others = run_fleets(topology, lambda fleet, compress=compress: body(fleet, compress))
         assert all(torch.equal(first, other) for other in others)
         assert 0 < float((first - exact).abs().max()) < most * far
+
+
+@pytest.mark.parametrize("options", [{"fragments": 1, "overlap": False}, {"fragments": 2}, {"parties": 1}], ids=str)
+def test_rounds_of_local_steps_are_coded(options: dict) -> None:
+    generator = torch.Generator().manual_seed(3)
+    wanted = [torch.randn(COUNT, generator=generator) for _ in range(TWO_AND_THREE.num_ranks)]
+
+    def body(fleet, compress):
+        model = Weights()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rule = LocalSteps(period=4, compress=compress, **options)
+        model, optimizer = distribute(model, optimizer, rule, fleet=fleet)
+        for _ in range(16):
+            (0.5 * (model.weights - wanted[fleet.rank]).square()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.end_period()
+        return model.weights.detach().clone()
+
+    exact, *_ = run_fleets(TWO_AND_THREE, lambda fleet: body(fleet, "off"))
+    first, *others = run_fleets(TWO_AND_THREE, lambda fleet: body(fleet, "int8"))
+    assert all(torch.equal(first, other) for other in others)
+    assert 0 < float((first - exact).abs().max()) < 0.02 * float(exact.abs().max())
 
 
 def test_what_sharded_cannot_compress_is_refused() -> None:

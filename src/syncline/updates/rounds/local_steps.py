@@ -33,7 +33,8 @@ from syncline.updates.allreduce import AllReduceUpdater
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketScheduleOptions, plan_bucket_schedules
-from syncline.updates.combinations import OF_LOCAL_STEPS, Combination
+from syncline.updates.combinations import COMPRESSED, OF_LOCAL_STEPS, Combination
+from syncline.updates.compression import Compress, compress
 from syncline.updates.control import ControlStream
 from syncline.updates.inner import check_is_served
 from syncline.updates.report import LocalReports, PendingReport, StepReports
@@ -61,8 +62,8 @@ class LocalSteps:
     averages ``period / fragments`` steps old. False waits for each round. ``parties``: who makes local steps. None:
     each rank. Parts of the topology (``"host"``, a number of levels below the root, names of switches or hosts, groups
     of ranks): the ranks of each average their gradients in every batch, as with ``AllReduce()``, so that fewer parties
-    drift apart, and their links carry more. ``bucket_bytes``: how much moves together, about; fragments are made of
-    whole buckets.
+    drift apart, and their links carry more. ``compress``: what slow links carry of rounds, as with :class:`Sharded`.
+    ``bucket_bytes``: how much moves together, about; fragments are made of whole buckets.
 
     The user's optimizer steps; its state is each rank's own. Parameters are equal on all ranks when
     ``optimizer.end_period()`` has returned, which :func:`save_checkpoint` calls by itself; call it before you evaluate.
@@ -87,8 +88,9 @@ class LocalSteps:
     fragments: Count = 16
     overlap: bool = True
     parties: Replicate | None = None
+    compress: Compress = "off"
     bucket_bytes: Count = 512 * 1024
-    combinations: ClassVar[tuple[Combination, ...]] = OF_LOCAL_STEPS
+    combinations: ClassVar[tuple[Combination, ...]] = (*OF_LOCAL_STEPS, *COMPRESSED)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -104,6 +106,7 @@ class LocalSteps:
 
     def start(self, setting: Setting) -> LocalStepsUpdater:
         """Begin to work on a model; every rank calls it, on the training thread."""
+        compress(setting, self.compress)
         return LocalStepsUpdater(setting, self)
 
 
@@ -267,6 +270,8 @@ class LocalStepsUpdater(WholeUpdater):
     def close(self) -> None:
         """Give up what is under way."""
         self._party.close()
+        if self.collectives.crossing is not None:
+            self.collectives.crossing.close()
 
     def release(self) -> None:
         """Let go of the memory."""
@@ -298,6 +303,7 @@ class LocalStepsUpdater(WholeUpdater):
             control=self.collectives.control,
             start_sum=self._start_sum,
             label=f"a round of fragment {number}",
+            is_coded=self.collectives.crossing is not None,
         )
 
     def _start_sum(self, bucket: Bucket, steps: torch.Tensor) -> Work:

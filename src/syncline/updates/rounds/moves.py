@@ -36,13 +36,15 @@ class _Sum(NamedTuple):
 
     work: Work
     steps: torch.Tensor
-    exponent: int
+    exponent: int | None
+    """None: they are the moves themselves."""
 
 
 class Round:
     """A round that this rank has begun; every rank begins the same one.
 
-    ``told``: numbers of this rank that all are to see; ``start_sum`` begins to sum whole numbers of a bucket.
+    ``told``: numbers of this rank that all are to see; ``start_sum`` begins to sum whole numbers of a bucket. With
+    ``is_coded`` it codes float32, and is given the moves themselves.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class Round:
         control: ControlStream,
         start_sum: Callable[[Bucket, torch.Tensor], Work],
         label: str,
+        is_coded: bool = False,
     ) -> None:
         self.moves = moves
+        self._is_coded = is_coded
         self._rank = control.rank
         self._start_sum = start_sum
         self._num_told = len(told)
@@ -95,7 +99,10 @@ class Round:
             one.work.wait()  # all of them: what a rank saves after a loss is not half a mean
         means = [move.start.clone() for move in self.moves]
         for mean, one, move in zip(means, sums, self.moves, strict=False):
-            from_steps(one.steps, move.start, exponent=one.exponent, out=mean)
+            if one.exponent is None:
+                mean.add_(one.steps.to(mean.device))
+            else:
+                from_steps(one.steps, move.start, exponent=one.exponent, out=mean)
         return means
 
     def _begin(self) -> list[_Sum]:
@@ -106,8 +113,12 @@ class Round:
             return []
         share, sums = shares(self.weights)[self._rank], []
         for move, furthest in zip(self.moves, largest.T.tolist(), strict=True):
-            exponent = exponent_for(furthest, move.bucket.plan.dtype)
-            steps = to_steps(move.values, move.start, share=share, exponent=exponent)
+            exponent = None
+            if self._is_coded and move.start.dtype == torch.float32:
+                steps = (move.values - move.start).mul_(share).cpu()
+            else:
+                exponent = exponent_for(furthest, move.bucket.plan.dtype)
+                steps = to_steps(move.values, move.start, share=share, exponent=exponent)
             sums.append(_Sum(self._start_sum(move.bucket, steps), steps, exponent))
         return sums
 
