@@ -1,7 +1,7 @@
 // What `codec.hpp` declares: loops that compilers make vectors of, once for any processor and once for those with AVX2.
 //
-// Blocks with scales are those of Dettmers et al., "8-bit optimizers via block-wise quantization" (2022); what codes lack
-// is added to the next numbers, after Seide et al., "1-bit stochastic gradient descent" (2014).
+// Blocks with scales are those of Dettmers et al., "8-bit optimizers via block-wise quantization" (2022); what codes
+// lack is added to the next numbers, after Seide et al., "1-bit stochastic gradient descent" (2014).
 #include "codec.hpp"
 
 #include <algorithm>

@@ -8,9 +8,10 @@ namespace syncline {
 
 // What becomes of `CODED_BLOCK` numbers x that lie one behind the other; the last block is filled up with zeros.
 //
-//   4, 8 bits   the scale s, a bfloat16 of two bytes, and the integers x / s, rounded to nearest, ties to even. s is the
-//               largest magnitude over 7 or 127, rounded up; 0 below 2**-100, NaN where a number is not finite, so that
-//               all of the block is NaN. Two of 4 bits share a byte: number k the lower half, k + 64 the upper one.
+//   4, 8 bits   the scale s, a bfloat16 of two bytes, and the integers x / s, rounded to nearest, ties to even. s is
+//               the largest magnitude over 7 or 127, rounded up; 0 below 2**-100, NaN where a number is not finite, so
+//               that all of the block is NaN. Two of 4 bits share a byte: number k the lower half, k + 64 the upper
+//               one.
 //   16 bits     bfloat16, rounded to nearest, ties to even
 constexpr size_t CODED_BLOCK = 128;
 
