@@ -8,24 +8,31 @@ import pytest
 from rich.console import Console
 
 from syncline.cli.replica_plan import choice_table, parse_replicate, plan_replicas, show_replicas
+from syncline.cli.step_plan import plan_step
 from syncline.errors import TopologyError
-from syncline.schedule import Collective, choose, predict
-from syncline.schedule.replicas import choose_replicas, find_replicas, split_in_replicas
+from syncline.schedule.replicas import find_replicas
+from syncline.schedule.replicated_step import choose_replicas
 from syncline.topology import Topology
 
 NUM_BYTES = 16 << 20
 RACKS = Topology.load("two-racks-5-3")
+RACK = "{{switch: {0}, uplink: 1 Gbit/s, children: [{{host: '{0}[0-1]', uplink: 1 Gbit/s, ranks: 4}}]}}"
+HOSTS = Topology.parse(f"{{switch: top, children: [{RACK.format('a')}, {RACK.format('b')}]}}")
 
 
 def test_what_auto_chooses_is_what_training_chooses():
-    whole = choose(RACKS, Collective.ALL_REDUCE, NUM_BYTES)
-    found = plan_replicas(RACKS, NUM_BYTES, "auto")
-    expected = choose_replicas(RACKS, NUM_BYTES, lambda replicas: split_in_replicas(whole, replicas)[1])
-    assert found.chosen == expected == find_replicas(RACKS, 1)
-    first, second = split_in_replicas(whole, expected)
-    (result,) = [result for result in found.results if result.replicas == expected]
-    assert result.within == predict(first, RACKS, NUM_BYTES)
-    assert result.after == predict(second, RACKS, NUM_BYTES)
+    found = plan_replicas(HOSTS, 4 * NUM_BYTES, "auto")
+    step = choose_replicas(HOSTS, 4 * NUM_BYTES)
+    assert found.chosen == step.replicas == find_replicas(HOSTS, 1)
+    (result,) = [result for result in found.results if result.replicas == step.replicas]
+    assert (result.within, result.after, result.shares) == (step.within, step.after, step.shares)
+
+
+def test_none_is_the_plain_step():
+    none = plan_replicas(RACKS, NUM_BYTES, "auto").results[0]
+    plain = plan_step(RACKS, NUM_BYTES, "balanced")
+    assert (none.name, none.shares) == ("none", plain.shares)
+    assert none.within.time_s + none.after.time_s == plain.results[0].prediction.time_s
 
 
 def test_each_replica_owns_everything_once():
@@ -66,13 +73,13 @@ def test_names_that_are_not_there_are_refused():
         plan_replicas(RACKS, NUM_BYTES, parse_replicate("rack-a,nowhere"))
 
 
-def test_programs_can_read_the_figures_and_portions_are_refused():
+def test_programs_can_read_the_figures_and_spares_are_refused():
     command = [sys.executable, "-m", "syncline.cli.main", "plan", "two-racks-5-3", "--collective", "sharded_step"]
     command += ["--replicate", "1"]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
     shown = json.loads(done.stdout)
     assert shown["replicas"] == [[0, 1, 2, 3, 4], [5, 6, 7]]
     assert [choice["name"] for choice in shown["choices"]] == ["none", "level 1"]
-    refused = subprocess.run([*command, "--portions", "fastest"], capture_output=True, text=True, check=False)
+    refused = subprocess.run([*command, "--spares", "1"], capture_output=True, text=True, check=False)
     assert refused.returncode != 0
-    assert "leave out --portions" in refused.stdout + refused.stderr
+    assert "leave out --spares" in refused.stdout + refused.stderr

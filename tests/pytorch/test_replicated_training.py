@@ -249,9 +249,9 @@ def test_a_mesh_is_its_groups_of_ranks() -> None:
         Sharded(replicate=DeviceMesh("cpu", list(range(8))))
 
 
-@pytest.mark.parametrize("also", [{"portions": "fastest"}, {"align": "parameter", "cost": sum}])
-def test_replicas_are_divided_by_the_tree_alone(also: Any) -> None:
-    with pytest.raises(ConfigurationError, match="leave out portions and cost, or replicate"):
+@pytest.mark.parametrize("also", [{"portions": {"h0": 1}}, {"align": "parameter", "cost": sum}])
+def test_replicas_are_divided_by_links_and_a_cap_alone(also: Any) -> None:
+    with pytest.raises(ConfigurationError, match="leave out portions of hosts and cost, or replicate"):
         Sharded(replicate=1, **also)
 
 

@@ -22,11 +22,15 @@ from syncline.schedule import (
     plan_ring,
     plan_tree,
     plan_weighted_tree,
+    predict,
     split,
     verify,
 )
-from syncline.schedule.replicas import choose_replicas, find_replicas, split_in_replicas
+from syncline.schedule.replicas import find_replicas, levels_of, split_in_replicas
+from syncline.schedule.replicated_step import choose_replicas, draft_replicas
+from syncline.schedule.step_candidates import draft_sharded_steps
 from syncline.topology import DirectedLink, Topology
+from syncline.topology.shipped import shipped_names
 
 RACKS = Topology.load("two-racks-5-3")
 DEEP = Topology.load("deep-asymmetric")
@@ -196,15 +200,47 @@ def test_the_refusal_says_what_there_is():
 
 
 def choice(topology):
-    whole = plan_tree(topology, Collective.ALL_REDUCE)
-    return choose_replicas(topology, 64 << 20, lambda replicas: split_in_replicas(whole, replicas)[1])
+    return choose_replicas(topology, 64 << 20).replicas
 
 
-def test_the_level_is_chosen_that_leaves_least_after_the_step():
-    assert choice(RACKS) == find_replicas(RACKS, 1)
-    assert choice(Topology.load("two-sites")) == find_replicas(Topology.load("two-sites"), 1)
-    hosts = balanced_tree([[4, 4], [4, 4]])
-    assert choice(hosts) == find_replicas(hosts, "host"), "within a host nothing limits"
+@effort(max_examples=20)
+@given(trees(max_ranks=10), st.sampled_from([1, 1.25, 3.0]))
+def test_steps_with_replicas_keep_the_cap_and_are_never_slower_where_chosen(topology, cap):
+    plain = draft_replicas(topology, 64 << 20, levels_of(topology)[0], portions=cap)
+    assert plain.time_s == draft_sharded_steps(topology, 64 << 20, portions=cap)[0][1].time_s
+    assert choose_replicas(topology, 64 << 20, portions=cap).time_s <= 1.01 * plain.time_s
+    for replicas in levels_of(topology):
+        step = draft_replicas(topology, 64 << 20, replicas, portions=cap)
+        for half in map(verify, step.pair):
+            reference.check(half, Layout.build(half, 331, 200))
+        for ranks in replicas:
+            owned = [step.shares[rank] for rank in ranks]
+            assert sum(owned) == pytest.approx(1)
+            assert max(owned) <= cap / len(ranks) + 1 / 16384
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_owners_from_both_parts_are_no_slower_than_those_of_an_all_reduce(name):
+    topology = Topology.load(name)
+    for replicas in levels_of(topology)[1:]:
+        cuts = [split_in_replicas(plan(topology, Collective.ALL_REDUCE), replicas) for plan in (plan_tree,)]
+        cut_s = min(sum(predict(half, topology, 16 << 20, in_windows=False).time_s for half in pair) for pair in cuts)
+        assert draft_replicas(topology, 16 << 20, replicas, portions="fastest").time_s <= cut_s * (1 + 1e-9)
+
+
+def test_a_replica_of_uneven_links_keeps_its_cap_and_is_faster_for_it():
+    """The tree's all-reduce gives one rank of seven four fifths of what its replica owns."""
+    step = draft_replicas(DEEP, 16 << 20, find_replicas(DEEP, 1))
+    assert max(step.shares[rank] for rank in range(1, 8)) <= 1.25 / 7 + 1 / 16384
+    first, second = split_in_replicas(plan_weighted_tree(DEEP, Collective.ALL_REDUCE), step.replicas)
+    cut_s = sum(predict(half, DEEP, 16 << 20, in_windows=False).time_s for half in (first, second))
+    assert step.time_s < 0.98 * cut_s
+
+
+def test_the_level_is_chosen_that_leaves_least_after_the_step_and_takes_no_longer_in_all():
+    assert choice(RACKS) == find_replicas(RACKS, 0), "what is gathered in the racks comes on top of the uplinks' time"
+    racks = balanced_tree([[4, 4], [4, 4]])
+    assert choice(racks) == find_replicas(racks, 1), "hosts as replicas would take longer in all"
 
 
 def test_nothing_is_replicated_where_that_gains_nothing():

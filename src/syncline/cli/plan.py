@@ -110,14 +110,12 @@ def plan(
 def _plan_step(
     topology: Topology, num_bytes: int, portions: str, spares: int, replicate: str | None, *, as_json: bool
 ) -> None:
-    if replicate is not None and (portions != "balanced" or spares):
-        raise ConfigurationError(
-            "replicas are divided as the tree is; leave out --portions and --spares, or --replicate"
-        )
+    if replicate is not None and spares:
+        raise ConfigurationError("replicas are each other's spares; leave out --spares, or --replicate")
     found: StepPlan | ReplicaPlan = (
         plan_step(topology, num_bytes, parse_portions(portions), spares=spares)
         if replicate is None
-        else plan_replicas(topology, num_bytes, parse_replicate(replicate))
+        else plan_replicas(topology, num_bytes, parse_replicate(replicate), parse_portions(portions))
     )
     if as_json:
         print(json.dumps(found.to_json(), indent=2))

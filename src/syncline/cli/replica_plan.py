@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from syncline.errors import TopologyError
-from syncline.schedule import Collective, Prediction, Schedule, choose, predict
-from syncline.schedule.replicas import Replicas, Replicate, choose_replicas, cut_at_replicas, find_replicas
+from syncline.cli.step_plan import Portions
+from syncline.schedule import Prediction
+from syncline.schedule.replicas import Replicas, Replicate, find_replicas, levels_of
+from syncline.schedule.replicated_step import ReplicaStep, choose_replicas, draft_replicas
 from syncline.topology import Topology
 from syncline.units import format_duration, format_size
 
@@ -69,52 +68,31 @@ def parse_replicate(text: str) -> Replicate:
     return int(text) if text.isdecimal() else tuple(name.strip() for name in text.split(","))
 
 
-def plan_replicas(topology: Topology, num_bytes: int, replicate: Replicate) -> ReplicaPlan:
+def plan_replicas(
+    topology: Topology, num_bytes: int, replicate: Replicate, portions: Portions = "balanced"
+) -> ReplicaPlan:
     """Compare all levels of the topology as replicas, and what is asked for, for a step of ``num_bytes``.
 
     Raises :class:`~syncline.errors.TopologyError` for what is no choice of replicas.
     """
-    whole = choose(topology, Collective.ALL_REDUCE, num_bytes)
     asked = None if replicate == "auto" else find_replicas(topology, replicate)
-    chosen = asked or choose_replicas(
-        topology, num_bytes, lambda replicas: cut_at_replicas(whole, topology, replicas)[1]
-    )
-    choices = dict(_levels(topology))
+    chosen = asked or choose_replicas(topology, num_bytes, portions=portions).replicas
+    choices = {
+        "none" if len(replicas) == 1 else f"level {level}": replicas
+        for level, replicas in enumerate(levels_of(topology))
+        if max(map(len, replicas)) > 1
+    }
     if chosen not in choices.values():
         choices["as asked"] = chosen
-    results = [_result(name, replicas, whole, topology, num_bytes) for name, replicas in choices.items()]
+    results = [
+        _result(name, draft_replicas(topology, num_bytes, replicas, portions=portions))
+        for name, replicas in choices.items()
+    ]
     return ReplicaPlan(topology=topology, num_bytes=num_bytes, chosen=chosen, results=tuple(results))
 
 
-def _levels(topology: Topology) -> Iterator[tuple[str, Replicas]]:
-    """Yield each level's replicas, but for levels that divide as the one before does, and single ranks."""
-    before: Replicas = ()
-    for level in range(topology.num_ranks):
-        try:
-            replicas = find_replicas(topology, level)
-        except TopologyError:
-            return
-        if replicas != before and max(map(len, replicas)) > 1:
-            yield ("none" if len(replicas) == 1 else f"level {level}"), replicas
-        before = replicas
-
-
-def _result(name: str, replicas: Replicas, whole: Schedule, topology: Topology, num_bytes: int) -> ReplicaResult:
-    first, second = cut_at_replicas(whole, topology, replicas)
-    return ReplicaResult(
-        name=name,
-        replicas=replicas,
-        within=predict(first, topology, num_bytes),
-        after=predict(second, topology, num_bytes),
-        shares=_shares(first),
-    )
-
-
-def _shares(schedule: Schedule) -> tuple[float, ...]:
-    widths = np.diff(np.array(schedule.cuts, dtype=np.float64)) / schedule.denominator
-    owners = schedule.owners
-    shares = np.bincount(owners.reshape(-1), np.tile(widths, len(owners)), schedule.num_ranks)
-    return tuple(float(share) for share in shares)
+def _result(name: str, step: ReplicaStep) -> ReplicaResult:
+    return ReplicaResult(name=name, replicas=step.replicas, within=step.within, after=step.after, shares=step.shares)
 
 
 def show_replicas(plan: ReplicaPlan, console: Console) -> None:

@@ -17,19 +17,17 @@ hybrid sharding, for replicas of any shape and unequal size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from syncline.errors import ScheduleError, TopologyError
 from syncline.schedule.collective import Collective
-from syncline.schedule.cost import ABOUT_EQUAL, predict
 from syncline.schedule.draft import Draft
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.transfers import IntArray, Transfers
-from syncline.schedule.tree import plan_tree
-from syncline.schedule.verifier import split, verify
+from syncline.schedule.verifier import split_at_owners, verify
 from syncline.topology import Host, Node, Topology
 from syncline.topology.tree import walk
 
@@ -87,10 +85,22 @@ def split_in_replicas(schedule: Schedule, replicas: Sequence[Sequence[int]]) -> 
     >>> [second.link_bytes(topology, 960)[link] for link in topology.route(0, 7)[2:4]]
     [0, 0]
     """
-    scatter, gather = split(schedule)
+    first, second = draft_in_replicas(schedule.draft, replicas)
+    return verify(first), verify(second)
+
+
+def draft_in_replicas(whole: Draft, replicas: Sequence[Sequence[int]]) -> tuple[Draft, Draft]:
+    """Split as :func:`split_in_replicas`, without a proof."""
+    halves = split_at_owners(whole)
+    if halves is None:
+        raise ScheduleError(
+            f"only an all_reduce with owners can be split, not the {whole.planner}'s {whole.collective}; plan the two "
+            "collectives one by one"
+        )
+    scatter, gather = halves
     if len(replicas) < 2:
-        return scatter, gather
-    number = np.empty(schedule.num_ranks, dtype=np.int32)
+        return halves
+    number = np.empty(whole.num_ranks, dtype=np.int32)
     for replica, ranks in enumerate(replicas):
         number[list(ranks)] = replica
     rows = gather.transfers
@@ -98,40 +108,14 @@ def split_in_replicas(schedule: Schedule, replicas: Sequence[Sequence[int]]) -> 
     between, inside = rows.take(~is_inside), rows.take(is_inside)
     first = Transfers.concatenate([scatter.transfers, between.shifted(scatter.num_steps)])
     start = int(inside.step[0]) if len(inside) else 0
-    draft = replace(scatter.draft, owners=_owners(scatter.draft, between, number, len(replicas)), transfers=first)
-    second = replace(draft, collective=Collective.ALL_GATHER, transfers=inside.shifted(-start))
-    return verify(draft), verify(second)
+    draft = replace(scatter, owners=_owners(scatter, between, number, len(replicas)), transfers=first)
+    return draft, replace(draft, collective=Collective.ALL_GATHER, transfers=inside.shifted(-start))
 
 
-def cut_at_replicas(schedule: Schedule, topology: Topology, replicas: Replicas) -> tuple[Schedule, Schedule]:
-    """Split an all-reduce as :func:`split_in_replicas`; the tree's, where this one cannot be cut there.
-
-    Many cannot be cut at all, for short messages.
-    """
-    try:
-        return split_in_replicas(schedule, replicas)
-    except ScheduleError:
-        return split_in_replicas(plan_tree(topology, Collective.ALL_REDUCE), replicas)
-
-
-def choose_replicas(topology: Topology, num_bytes: int, plan: Callable[[Replicas], Schedule]) -> Replicas:
-    """Return the level of the topology whose replicas leave least time to the part after the backward pass.
-
-    ``plan`` returns the all-gather of some replicas for ``num_bytes``. All cuts move the same bytes in all, so whatever
-    is moved before the step may be hidden, and costs no more if it is not. Of levels within 2 % of the least time, the
-    one with the fewest replicas is taken, since it needs the least memory; one replica is no replication. Levels with a
-    replica of one rank are left out: it would keep everything.
-
-    >>> topology = Topology.load("two-racks-5-3")
-    >>> whole = plan_tree(topology, Collective.ALL_REDUCE)
-    >>> choose_replicas(topology, 64 << 20, lambda replicas: split_in_replicas(whole, replicas)[1])
-    ((0, 1, 2, 3, 4), (5, 6, 7))
-    """
+def levels_of(topology: Topology) -> list[Replicas]:
+    """Return the replicas of each level from the root down, but for those that divide as the one above does."""
     levels = [find_replicas(topology, level) for level in range(_height(topology.root))]
-    several = [replicas for replicas in levels if min(map(len, replicas)) > 1] or levels[:1]
-    times_s = [predict(plan(replicas), topology, num_bytes).time_s for replicas in several]
-    limit_s = min(times_s) * (1 + ABOUT_EQUAL)
-    return next(replicas for replicas, time_s in zip(several, times_s, strict=True) if time_s <= limit_s)
+    return [one for one, above in zip(levels, [(), *levels], strict=False) if one != above]
 
 
 def _owners(draft: Draft, between: Transfers, number: IntArray, num_replicas: int) -> IntArray:

@@ -182,7 +182,7 @@ class _Search:
         if least_s <= self._wire_s(flow) * _CLOSE_ENOUGH:
             return
         for each in [flow, self._solve(limits, is_direct=True)] if flow.has_detours else [flow]:
-            weights = _weights(each.shares, [limits[rank][1] for rank in self._speakers])
+            weights = weights_of_shares(each.shares, [limits[rank][1] for rank in self._speakers])
             for per_rank in _ATOMS_PER_RANK:
                 planner = "flow" if each is flow else "direct_flow"
                 candidate = self._draw(each, weights, per_rank * num_ranks, planner)
@@ -246,7 +246,7 @@ def _caps(num_ranks: int) -> Iterator[float]:
         cap *= _CAP_GROWTH
 
 
-def _weights(parts: Sequence[float], limits: Sequence[float]) -> list[int]:
+def weights_of_shares(parts: Sequence[float], limits: Sequence[float]) -> list[int]:
     """Round shares to integers that sum to the resolution, none above its limit while there is room below others."""
     if max(parts) - min(parts) < 1 / RESOLUTION:
         return [1] * len(parts)

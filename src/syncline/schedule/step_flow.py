@@ -82,20 +82,24 @@ def solve_step_flow(
     halves: Sequence[Collective] = STEP,
     is_bound: bool = False,
     is_direct: bool = False,
+    through: tuple[float, float] = (0.0, 0.0),
+    least_s: Sequence[float] = (),
 ) -> StepFlow:
     """Return the flow that takes the least time; ``is_direct`` avoids detours at any price.
 
-    ``is_bound`` lets branches send without merging, and has no prices. O(nodes) variables and rows. Raises
-    :class:`ScheduleError` if no shares are within the limits.
+    ``through``: what owners send and receive besides in the first half, times what they own. ``least_s``: the seconds
+    per byte that each half may take in any case. ``is_bound`` lets branches send without merging, and has no prices.
+    O(nodes) variables and rows. Raises :class:`ScheduleError` if no shares are within the limits.
     """
     fastest = [lower_bound(topology, half, 1) for half in halves]
+    fastest = [max(times) for times in zip(fastest, least_s or fastest, strict=True)]
     trees = [branch_of(topology, swapped=half is Collective.ALL_GATHER) for half in halves]
     unit = sum(fastest) or 1 / min((rate for rate in _rates(trees[0]) if rate < math.inf), default=1.0)
     layout = _Columns(tuple(trees[0].walk()), len(halves))
     program = _Program(num_columns=layout.num_columns)
     _divide(program, layout, limits)
     for number, tree in enumerate(trees):
-        _Half(program, layout, number, tuple(tree.walk())).build(
+        _Half(program, layout, number, tuple(tree.walk()), through if number == 0 else (0.0, 0.0)).build(
             unit, least=fastest[number] / unit, merges=not is_bound
         )
         program.costs[layout.seconds(number)] = 1.0
@@ -247,9 +251,12 @@ def _set_prices(program: _Program, layout: _Columns, *, is_direct: bool) -> None
 
 
 class _Half:
-    """The rows of one half; ``nodes`` have its rates."""
+    """The rows of one half; ``nodes`` have its rates, and what is owned loads links by ``through`` besides."""
 
-    def __init__(self, program: _Program, layout: _Columns, half: int, nodes: Sequence[Branch]) -> None:
+    def __init__(
+        self, program: _Program, layout: _Columns, half: int, nodes: Sequence[Branch], through: tuple[float, float]
+    ) -> None:
+        self._through = through
         self._program = program
         self._layout = layout
         self._half = half
@@ -334,11 +341,12 @@ class _Half:
         layout, branch = self._layout, self._nodes[node]
         seconds = layout.seconds(self._half)
         self._program.lowest[seconds] = least
-        most = layout.num_ranks
-        if branch.down * unit * least < most:
+        most, (sent, received) = layout.num_ranks, self._through
+        if branch.down * unit * least < most + received:
             coming = [(self._column(kind, node), 1.0) for kind in (layout.OWN, layout.SIBLING, layout.OUTSIDE)]
+            coming += [(layout.shares(node), received)] if received else []
             self._program.add([*coming, (seconds, -branch.down * unit)])
-        if branch.up * unit * least < most:
+        if branch.up * unit * least < most + sent:
             kinds = (layout.OWN_MORE, layout.SIBLING_MORE, layout.OUTSIDE_MORE)
             going = [(self._column(kind, node), 1.0) for kind in kinds]
-            self._program.add([*going, (layout.shares(node), -1.0), (seconds, -branch.up * unit)], -1.0)
+            self._program.add([*going, (layout.shares(node), sent - 1.0), (seconds, -branch.up * unit)], -1.0)

@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import groupby
 
 import numpy as np
@@ -24,7 +23,8 @@ from syncline.schedule import (
     verify,
 )
 from syncline.schedule.in_trees import RESOLUTION, draft_row_with_owners
-from syncline.schedule.replicas import Replicas, Replicate, choose_replicas, cut_at_replicas, find_replicas
+from syncline.schedule.replicas import Replicas, Replicate, find_replicas
+from syncline.schedule.replicated_step import ReplicaStep, choose_replicas, draft_replicas
 from syncline.schedule.spares import Apart, add_spares, spare_of_each
 from syncline.schedule.step_flow import STEP
 from syncline.topology import Topology
@@ -125,7 +125,9 @@ def plan_bucket_schedules(
     if not options.is_divided:
         return tuple(_plan_whole(communicator, plan, options, first_stream + plan.index) for plan in plans)
     if options.replicate is not None:
-        return _plan_replicated(communicator, plans, options, first_stream=first_stream, most=most)
+        found = _step_with_replicas(communicator, plans, options, most)
+        if len(found.replicas) > 1:
+            return _plan_replicated(communicator, plans, options, found, first_stream=first_stream, most=most)
     steps = _steps_of_buckets(communicator, plans, options, most)
     planned = [
         _plan_divided(communicator, plan, options, first_stream + plan.index, step)
@@ -246,26 +248,36 @@ def _plan_divided(
     )
 
 
+def _step_with_replicas(
+    communicator: Communicator,
+    plans: Sequence[BucketPlan],
+    options: BucketScheduleOptions,
+    most: Sequence[float] | None,
+) -> ReplicaStep:
+    """Draft the step of all buckets together."""
+    assert options.replicate is not None, "who asks for replicas says which"
+    assert not isinstance(options.portions, Mapping), "replicas have no portions of hosts"
+    topology, num_bytes = communicator.topology, sum(plan.num_bytes for plan in plans)
+    slice_bytes = options.slice_bytes or communicator.bucket_slice_bytes(max(plan.num_bytes for plan in plans))
+    if options.replicate == "auto":
+        return choose_replicas(topology, num_bytes, most=most, portions=options.portions, slice_bytes=slice_bytes)
+    replicas = find_replicas(topology, options.replicate)
+    return draft_replicas(topology, num_bytes, replicas, most=most, portions=options.portions, slice_bytes=slice_bytes)
+
+
 def _plan_replicated(
     communicator: Communicator,
     plans: Sequence[BucketPlan],
     options: BucketScheduleOptions,
+    found: ReplicaStep,
     *,
     first_stream: int,
     most: Sequence[float] | None,
 ) -> tuple[BucketSchedule, ...]:
-    """Cut the best all-reduce of each bucket at replicas, the same ones for all buckets."""
-    assert options.replicate is not None, "who asks for replicas says which"
-    topology, num_bytes = communicator.topology, sum(plan.num_bytes for plan in plans)
-    if options.replicate == "auto":
-        whole = communicator.plan(Collective.ALL_REDUCE, num_bytes)
-        replicas = choose_replicas(topology, num_bytes, lambda replicas: cut_at_replicas(whole, topology, replicas)[1])
-    else:
-        replicas = find_replicas(topology, options.replicate)
-    cut = cache(lambda schedule: cut_at_replicas(schedule, topology, replicas))
+    """Lay one step with replicas over all buckets."""
+    first, second = map(verify, found.pair)
     planned = []
     for plan in plans:
-        first, second = cut(communicator.plan(Collective.ALL_REDUCE, plan.num_bytes))
         borders = [*(slot.start for slot in plan.slots), plan.num_elements]
         slice_elements = _slice_elements(communicator, plan, options)
         layout = (
@@ -278,7 +290,7 @@ def _plan_replicated(
             layout=layout,
             schedules={Collective.REDUCE_SCATTER: first, Collective.ALL_GATHER: second},
             owned=layout.owned_alike(first, communicator.rank),
-            replicas=replicas,
+            replicas=found.replicas,
         )
         planned.append(bucket_schedule)
     _check_room(planned, most, "with these replicas", "replicate larger parts")
