@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from syncline.errors import ConfigurationError
-from syncline.schedule import StepPrediction, sharded_step_bound
+from syncline.runtime.plans import LEAST_BYTES_PER_RANK
+from syncline.schedule import DEFAULT_SLICE_BYTES, StepPrediction, sharded_step_bound
 from syncline.schedule.spare_choice import draft_with_spares
 from syncline.schedule.spares import Apart, spare_shares
-from syncline.schedule.step_candidates import BALANCED, Cap, compare_caps
+from syncline.schedule.step_candidates import BALANCED, MANY_RANKS, Cap, compare_caps
 from syncline.schedule.step_prediction import shares_of
 from syncline.topology import Topology
 from syncline.units import format_duration, format_size
@@ -130,8 +131,10 @@ def parse_portions(text: str) -> Portions:
 
 def plan_step(topology: Topology, num_bytes: int, portions: Portions, *, spares: int = 0) -> StepPlan:
     """Compare the candidates for a sharded step of ``num_bytes``."""
+    slice_bytes = max(DEFAULT_SLICE_BYTES, LEAST_BYTES_PER_RANK * topology.num_ranks)  # as the runtime has them
+    caps = CAPS if topology.num_ranks <= MANY_RANKS else CAPS[1::2]
     ((scatter, _), prediction), apart, candidates = draft_with_spares(
-        topology, num_bytes, portions=portions, spares=spares
+        topology, num_bytes, portions=portions, spares=spares, slice_bytes=slice_bytes
     )
     shares = shares_of(scatter)
     of_spares = None if apart is None else SparePlan(apart=apart, shares=spare_shares(scatter), prediction=prediction)
@@ -145,7 +148,7 @@ def plan_step(topology: Topology, num_bytes: int, portions: Portions, *, spares:
         spares=of_spares,
         caps=tuple(
             CapResult(cap=cap, time_s=prediction.time_s, most_owned=max(shares_of(scatter)))
-            for cap, ((scatter, _), prediction) in compare_caps(topology, num_bytes, CAPS)
+            for cap, ((scatter, _), prediction) in compare_caps(topology, num_bytes, caps, slice_bytes)
         ),
         results=tuple(
             StepResult(

@@ -24,6 +24,7 @@ Complexity: O(atoms x nodes).
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ Owners = Sequence[tuple[int, int]]
 """Who owns the data, from its beginning to its end: a rank, and an integer weight in proportion to its range."""
 
 RESOLUTION = 1 << 14
+_ROUNDING = 1e-6
 _FINENESS = 1 << 6
 """An owner's range is cut into atoms at multiples of its weight divided by this."""
 
@@ -117,6 +119,19 @@ def draft_row_with_owners(
             )
         )
     return drafts
+
+
+def weights_of_shares(parts: Sequence[float], limits: Sequence[float]) -> list[int]:
+    """Round shares to integers that sum to the resolution, none above its limit while there is room below others."""
+    if max(parts) - min(parts) < 1 / RESOLUTION:
+        return [1] * len(parts)
+    scaled = [part * RESOLUTION for part in parts]
+    weights = [math.floor(part + _ROUNDING) for part in scaled]
+    room = [limit * RESOLUTION - weight + _ROUNDING >= 1 for limit, weight in zip(limits, weights, strict=True)]
+    order = sorted(range(len(parts)), key=lambda rank: (not room[rank], round(weights[rank] - scaled[rank], 3), rank))
+    for rank in order[: RESOLUTION - sum(weights)]:
+        weights[rank] += 1
+    return weights
 
 
 def _flow_for(topology: Topology, collective: Collective, owners: Owners) -> Flow:

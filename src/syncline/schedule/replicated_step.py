@@ -28,7 +28,7 @@ from syncline.schedule.collective import Collective
 from syncline.schedule.cost import ABOUT_EQUAL, DEFAULT_SLICE_BYTES, Prediction, predict
 from syncline.schedule.draft import Draft, lowest_terms
 from syncline.schedule.gateways import speaking
-from syncline.schedule.in_trees import RESOLUTION, draft_with_owners
+from syncline.schedule.in_trees import RESOLUTION, draft_with_owners, weights_of_shares
 from syncline.schedule.planners import planners_for
 from syncline.schedule.replicas import Replicas, draft_in_replicas, levels_of
 from syncline.schedule.safest import supposed_network
@@ -36,7 +36,6 @@ from syncline.schedule.step_candidates import (
     BALANCED,
     Cap,
     draft_sharded_steps,
-    weights_of_shares,
 )
 from syncline.schedule.step_flow import STEP, StepFlow, solve_step_flow
 from syncline.schedule.step_prediction import Pair
@@ -172,12 +171,12 @@ def _drawn(topology: Topology, num_bytes: int, replicas: Replicas, limits: Seque
     inside = [topology.restricted(ranks) for ranks in replicas]
     own = [[limits[rank] for rank in ranks] for ranks in owners]
     flows = [
-        solve_step_flow(speaking(tree), [(0.0, limit) for limit in each], through=loads)
+        solve_step_flow(speaking(tree), [(0.0, limit) for limit in each], through=(loads, (0.0, 0.0)))
         for tree, each, loads in zip(inside, own, through, strict=True)
     ]
     least_s = [max(flow.halves[half].seconds for flow in flows) for half in range(len(STEP))]
     flows = [
-        solve_step_flow(speaking(tree), [(0.0, limit) for limit in each], through=loads, least_s=least_s)
+        solve_step_flow(speaking(tree), [(0.0, limit) for limit in each], through=(loads, (0.0, 0.0)), least_s=least_s)
         for tree, each, loads in zip(inside, own, through, strict=True)
     ]
     for per_rank in _ATOMS_PER_RANK:

@@ -20,7 +20,8 @@ from syncline.schedule.collective import Collective
 from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, fastest
 from syncline.schedule.draft import Draft
 from syncline.schedule.gateways import speaking
-from syncline.schedule.in_trees import RESOLUTION, draft_with_owners
+from syncline.schedule.in_trees import RESOLUTION, draft_with_owners, weights_of_shares
+from syncline.schedule.levelled_step import LevelledStep
 from syncline.schedule.planners import check_plannable, planners_for
 from syncline.schedule.safest import safest, supposed_network
 from syncline.schedule.step_flow import STEP, Limits, StepFlow, solve_step_flow
@@ -32,13 +33,15 @@ Cap = Annotated[float, Bounds(1, below=math.inf)]
 """How many times its equal share a rank may own at most."""
 Portions = Literal["balanced", "fastest"] | Cap | Sequence[float]
 
-MOST_RANKS = 256
-"""Beyond it only the other planners' owners are compared: an in-tree for each owner is a million transfers."""
+MANY_RANKS, MOST_RANKS = 64, 128
+"""Beyond the first, steps are drawn level by level, and an in-tree is drawn for each owner only where these do not
+reach what links allow; beyond the second that takes too long."""
 _MOST_TRANSFERS = 1 << 14
 """Of each half; only the least number of atoms, one for each rank, may take more."""
 _ATOMS_PER_RANK = (1, 2, 4, 8)
 BALANCED, MAY_TAKE = 1.25, 1.1
 """How many times its equal share a rank may own where portions are balanced, and how much longer a step may be so."""
+_ATOMS_PER_CHILD = (1, 4)
 _CAP_GROWTH = 1.15
 _CLOSE_ENOUGH = 1.01
 _ROUNDING = 1e-6
@@ -68,10 +71,12 @@ def draft_sharded_steps(
     return search.fastest(limits if portions == "fastest" else capped(topology, limits, portions))
 
 
-def compare_caps(topology: Topology, num_bytes: int, caps: Sequence[Cap | None]) -> list[tuple[Cap | None, Candidate]]:
+def compare_caps(
+    topology: Topology, num_bytes: int, caps: Sequence[Cap | None], slice_bytes: int = DEFAULT_SLICE_BYTES
+) -> list[tuple[Cap | None, Candidate]]:
     """Return the fastest step under each cap; None is no cap."""
     limits = limits_of(topology, None)
-    search = _Search(topology, num_bytes, DEFAULT_SLICE_BYTES, None)
+    search = _Search(topology, num_bytes, slice_bytes, None)
     return [(cap, search.fastest(limits if cap is None else capped(topology, limits, cap))[0]) for cap in caps]
 
 
@@ -133,8 +138,11 @@ class _Search:
         self._cost = cost
         self._supposed = supposed_network(topology)
         self._speakers, self._among = topology.speakers, speaking(topology)
-        self._flows_may_gain = 1 < len(self._speakers) <= MOST_RANKS and _has_rates(topology)
-        self._others = [self._predicted(pair) for pair in _halves_of_all_reduces(topology)]
+        has_rates = len(self._speakers) > 1 and _has_rates(topology)
+        self._is_levelled = has_rates and len(self._speakers) > MANY_RANKS and not topology.gateways
+        self._flows_may_gain = has_rates and len(self._speakers) <= MOST_RANKS
+        is_alone = self._is_levelled and not self._flows_may_gain
+        self._others = [] if is_alone else [self._predicted(pair) for pair in _halves_of_all_reduces(topology)]
 
     def fastest(self, limits: Sequence[float]) -> list[Candidate]:
         """Return all candidates within limits, the fastest first."""
@@ -146,7 +154,10 @@ class _Search:
         allowed_s = best[0][1].time_s * MAY_TAKE
         most = max(shares_of(best[0][0][0]))
         capped = [[min(limit, cap) for limit in limits] for cap in _caps(len(self._speakers)) if cap < most]
-        for each in capped[bisect.bisect_left(capped, True, key=lambda each: self._least_s(each) <= allowed_s) :]:
+        begin = 0
+        if capped and self._least_s(capped[0]) > allowed_s:
+            begin = bisect.bisect_left(capped, True, key=lambda each: self._least_s(each) <= allowed_s)
+        for each in capped[begin:]:
             found = self.fastest(each)
             if found[0][1].time_s <= allowed_s:
                 return found
@@ -154,12 +165,16 @@ class _Search:
 
     def exact(self, portions: Sequence[float]) -> list[Candidate]:
         """Return all in which each rank owns just that, the fastest first."""
+        if self._is_levelled and not self._flows_may_gain:
+            return self._best_first(self._levelled(portions))
         return self._best_first(self._with_flows([(part, part) for part in portions]))
 
     def _least_s(self, limits: Sequence[float]) -> float:
         """Return how long links alone take; for ever where ranks may own too little."""
         if sum(limits) < 1:
             return math.inf
+        if self._is_levelled and not self._flows_may_gain:
+            return LevelledStep(self._topology, limits).seconds * self._num_bytes
         return self._solve(upto(limits)).seconds * self._num_bytes if self._flows_may_gain else 0.0
 
     def _solve(self, limits: Limits, *, is_direct: bool = False) -> StepFlow:
@@ -168,9 +183,25 @@ class _Search:
     def _within(self, limits: Sequence[float]) -> Iterator[Candidate]:
         fitting = [one for one in self._others if _fits(one[0][0], limits)]
         yield from fitting
+        if self._is_levelled:
+            levelled = list(self._levelled(limits))
+            yield from levelled
+            least_s = self._wire_s(self._solve(upto(limits))) if self._flows_may_gain else math.inf
+            if min(_busy_s(one[1]) for one in levelled) <= least_s * _CLOSE_ENOUGH:
+                return
         if self._flows_may_gain or not fitting:
             least_s = min((prediction.time_s for _, prediction in fitting), default=math.inf)
             yield from self._with_flows(upto(limits), least_s=least_s)
+
+    def _levelled(self, limits: Sequence[float]) -> Iterator[Candidate]:
+        """Yield steps that are drawn level by level, of more atoms where links carry more than they must."""
+        for atoms_per_child in _ATOMS_PER_CHILD:
+            step = LevelledStep(self._topology, limits, atoms_per_child=atoms_per_child)
+            candidate = self._predicted(step.draw())
+            yield candidate
+            least_s = step.seconds * self._num_bytes / (self._cost or CostModel()).payload_share
+            if _busy_s(candidate[1]) <= least_s * _CLOSE_ENOUGH:
+                return
 
     def _with_flows(self, limits: Limits, *, least_s: float = math.inf) -> Iterator[Candidate]:
         """Yield schedules with the best owners within limits, with detours and without, of more and more atoms.
@@ -226,6 +257,8 @@ def _halves_of_all_reduces(topology: Topology) -> Iterator[Pair]:
 
 
 def _has_rates(topology: Topology) -> bool:
+    if topology.num_ranks > MANY_RANKS:
+        return topology.has_rates  # a bound would take longer than the step
     return any(lower_bound(topology, half, 1) > 0 for half in STEP)
 
 
@@ -244,16 +277,3 @@ def _caps(num_ranks: int) -> Iterator[float]:
     while cap < 1:
         yield cap
         cap *= _CAP_GROWTH
-
-
-def weights_of_shares(parts: Sequence[float], limits: Sequence[float]) -> list[int]:
-    """Round shares to integers that sum to the resolution, none above its limit while there is room below others."""
-    if max(parts) - min(parts) < 1 / RESOLUTION:
-        return [1] * len(parts)
-    scaled = [part * RESOLUTION for part in parts]
-    weights = [math.floor(part + _ROUNDING) for part in scaled]
-    room = [limit * RESOLUTION - weight + _ROUNDING >= 1 for limit, weight in zip(limits, weights, strict=True)]
-    order = sorted(range(len(parts)), key=lambda rank: (not room[rank], round(weights[rank] - scaled[rank], 3), rank))
-    for rank in order[: RESOLUTION - sum(weights)]:
-        weights[rank] += 1
-    return weights

@@ -82,24 +82,23 @@ def solve_step_flow(
     halves: Sequence[Collective] = STEP,
     is_bound: bool = False,
     is_direct: bool = False,
-    through: tuple[float, float] = (0.0, 0.0),
+    through: Sequence[tuple[float, float]] = ((0.0, 0.0), (0.0, 0.0)),
     least_s: Sequence[float] = (),
 ) -> StepFlow:
     """Return the flow that takes the least time; ``is_direct`` avoids detours at any price.
 
-    ``through``: what owners send and receive besides in the first half, times what they own. ``least_s``: the seconds
+    ``through``: what owners send and receive besides in each half, times what they own. ``least_s``: the seconds
     per byte that each half may take in any case. ``is_bound`` lets branches send without merging, and has no prices.
     O(nodes) variables and rows. Raises :class:`ScheduleError` if no shares are within the limits.
     """
-    fastest = [lower_bound(topology, half, 1) for half in halves]
-    fastest = [max(times) for times in zip(fastest, least_s or fastest, strict=True)]
+    fastest = list(least_s) or [lower_bound(topology, half, 1) for half in halves]
     trees = [branch_of(topology, swapped=half is Collective.ALL_GATHER) for half in halves]
     unit = sum(fastest) or 1 / min((rate for rate in _rates(trees[0]) if rate < math.inf), default=1.0)
     layout = _Columns(tuple(trees[0].walk()), len(halves))
     program = _Program(num_columns=layout.num_columns)
     _divide(program, layout, limits)
     for number, tree in enumerate(trees):
-        _Half(program, layout, number, tuple(tree.walk()), through if number == 0 else (0.0, 0.0)).build(
+        _Half(program, layout, number, tuple(tree.walk()), through[number]).build(
             unit, least=fastest[number] / unit, merges=not is_bound
         )
         program.costs[layout.seconds(number)] = 1.0
