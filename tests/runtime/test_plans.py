@@ -2,8 +2,8 @@
 
 import pytest
 
-from syncline.runtime.plans import Plans, plan_best
-from syncline.schedule import UNOWNED, Collective
+from syncline.runtime.plans import Plans, plan_best, predicted_slice_bytes
+from syncline.schedule import UNOWNED, Collective, lower_bound, predict
 from syncline.topology import Topology
 
 
@@ -19,6 +19,14 @@ def test_long_sums_on_links_that_do_not_limit_move_no_more_than_they_must(num_ra
     num_bytes = num_ranks * 1000
     sent = max(schedule.link_bytes(topology, num_bytes).values())
     assert sent == 2 * (num_ranks - 1) * num_bytes // num_ranks
+
+
+def test_many_ranks_are_compared_by_the_slices_that_they_have():
+    """In slices for a few ranks a message of each with each costs more than the bytes, and doubling was taken."""
+    topology = Topology.flat(420, rate=125e6)
+    schedule = best(topology, Collective.ALL_REDUCE, 64 << 20)
+    time_s = predict(schedule, topology, 64 << 20, predicted_slice_bytes(topology)).time_s
+    assert time_s < 1.2 * lower_bound(topology, Collective.ALL_REDUCE, 64 << 20)
 
 
 def test_short_sums_take_few_messages():

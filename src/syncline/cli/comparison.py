@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from syncline.errors import ConfigurationError
+from syncline.runtime.plans import predicted_slice_bytes
 from syncline.schedule import Collective, Prediction, Schedule, lower_bound, predict, with_gateways_chosen
 from syncline.schedule.cost import fastest
 from syncline.schedule.ownership import Target
@@ -80,7 +81,7 @@ def compare_planners(
 
 
 def _judge(schedule: Schedule, topology: Topology, num_bytes: int, bound_s: float) -> PlannerResult:
-    prediction = predict(schedule, topology, num_bytes)
+    prediction = predict(schedule, topology, num_bytes, predicted_slice_bytes(topology))
     return PlannerResult(
         planner=schedule.planner,
         prediction=prediction,

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from syncline.cli.step_plan import Portions
+from syncline.runtime.plans import predicted_slice_bytes
 from syncline.schedule import Prediction
 from syncline.schedule.replicas import Replicas, Replicate, find_replicas, levels_of
 from syncline.schedule.replicated_step import ReplicaStep, choose_replicas, draft_replicas
@@ -75,8 +76,9 @@ def plan_replicas(
 
     Raises :class:`~syncline.errors.TopologyError` for what is no choice of replicas.
     """
+    slice_bytes = predicted_slice_bytes(topology)
     asked = None if replicate == "auto" else find_replicas(topology, replicate)
-    chosen = asked or choose_replicas(topology, num_bytes, portions=portions).replicas
+    chosen = asked or choose_replicas(topology, num_bytes, portions=portions, slice_bytes=slice_bytes).replicas
     choices = {
         "none" if len(replicas) == 1 else f"level {level}": replicas
         for level, replicas in enumerate(levels_of(topology))
@@ -85,7 +87,7 @@ def plan_replicas(
     if chosen not in choices.values():
         choices["as asked"] = chosen
     results = [
-        _result(name, draft_replicas(topology, num_bytes, replicas, portions=portions))
+        _result(name, draft_replicas(topology, num_bytes, replicas, portions=portions, slice_bytes=slice_bytes))
         for name, replicas in choices.items()
     ]
     return ReplicaPlan(topology=topology, num_bytes=num_bytes, chosen=chosen, results=tuple(results))

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from syncline.errors import ConfigurationError
-from syncline.runtime.plans import LEAST_BYTES_PER_RANK
-from syncline.schedule import DEFAULT_SLICE_BYTES, StepPrediction, sharded_step_bound
+from syncline.runtime.plans import predicted_slice_bytes
+from syncline.schedule import StepPrediction, sharded_step_bound
 from syncline.schedule.spare_choice import draft_with_spares
 from syncline.schedule.spares import Apart, spare_shares
 from syncline.schedule.step_candidates import BALANCED, MANY_RANKS, Cap, compare_caps
@@ -131,7 +131,7 @@ def parse_portions(text: str) -> Portions:
 
 def plan_step(topology: Topology, num_bytes: int, portions: Portions, *, spares: int = 0) -> StepPlan:
     """Compare the candidates for a sharded step of ``num_bytes``."""
-    slice_bytes = max(DEFAULT_SLICE_BYTES, LEAST_BYTES_PER_RANK * topology.num_ranks)  # as the runtime has them
+    slice_bytes = predicted_slice_bytes(topology)
     caps = CAPS if topology.num_ranks <= MANY_RANKS else CAPS[1::2]
     ((scatter, _), prediction), apart, candidates = draft_with_spares(
         topology, num_bytes, portions=portions, spares=spares, slice_bytes=slice_bytes

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Literal
 
-from syncline.schedule import PLANNERS, Collective, Layout, Schedule, choose, lower_bound
+from syncline.schedule import DEFAULT_SLICE_BYTES, PLANNERS, Collective, Layout, Schedule, choose, lower_bound
 from syncline.topology import Topology
 
 Target = Literal["balanced", "rank_order"]
@@ -22,7 +22,8 @@ Planner = Callable[[Topology, Collective, int, Target, int], Schedule]
 
 def plan_best(topology: Topology, collective: Collective, num_bytes: int, target: Target, root: int) -> Schedule:
     """Return the schedule with the least predicted time."""
-    return choose(topology, collective, num_bytes, target=target, root=root)
+    slice_bytes = predicted_slice_bytes(topology)
+    return choose(topology, collective, num_bytes, target=target, root=root, slice_bytes=slice_bytes)
 
 
 MOST_INFLIGHT_BYTES = 8 << 20
@@ -128,6 +129,11 @@ class Plans:
                 if len(self._layouts) > self._max_layouts:
                     self._layouts.popitem(last=False)
             return layout
+
+
+def predicted_slice_bytes(topology: Topology) -> int:
+    """Return the size of slices by which schedules are compared: about that of slices between so many ranks."""
+    return max(DEFAULT_SLICE_BYTES, LEAST_BYTES_PER_RANK * topology.num_ranks)
 
 
 def _slice_bytes(topology: Topology) -> int:
