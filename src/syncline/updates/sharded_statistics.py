@@ -52,7 +52,9 @@ class ShardedStatistics:
     @property
     def is_balanced(self) -> bool:
         """Whether no rank owns more than 1.25 / N, or twice that with what it is the spare of."""
-        return max(self.shares, default=0.0) * len(self.shares) <= BALANCED * (1 if self.spares is None else 2)
+        return max(self.shares, default=0.0) * len(self.shares) <= BALANCED * (1 + _ALIKE) * (
+            1 if self.spares is None else 2
+        )
 
     def __str__(self) -> str:
         """One line for people."""
