@@ -10,7 +10,7 @@ READY := $(VENV)/.ready-tests
 # Without compiled bytecode, every rank that is started would compile our modules for itself, which takes half a second.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo ray test simulate mutants soak torch-suite sanitize lint docs wheels bench bench-check clean
+.PHONY: demo ray test simulate mutants soak torch-suite fuzz sanitize lint docs wheels bench bench-check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -69,6 +69,9 @@ soak: $(READY) ## train and break things at random for MINUTES=10 from SEED=0, a
 
 torch-suite: $(READY) ## run PyTorch's own tests of torch.distributed on our backend (ARGS="all_gather" picks by name)
 	$(BIN)/python tests/backend/torch_suite.py $(ARGS)
+
+fuzz: $(READY) ## fuzz targets of the compiled part, under g++'s address and undefined-behaviour sanitizers
+	$(BIN)/python tests/fabric/fuzz_native.py $(ARGS)
 
 sanitize: $(READY) ## fuzz targets, and the fabric's and the runtime's tests, under g++'s sanitizers (ARGS="--kind address tests/fabric")
 	$(BIN)/python tests/sanitize.py $(ARGS)

@@ -1,8 +1,8 @@
-"""One of two ranks that runs all of PyTorch's operators on sharded tensors, as its ``test_dtensor_ops.py`` does.
+"""One of two ranks that runs PyTorch's operators on sharded tensors, as its ``test_dtensor_ops.py`` does.
 
-On gloo each operator of PyTorch's own list gets its first sample, with the first placements of its tensors. Those that
-move anything there are run again on our process groups: results, or the kind of error, are to be the same. Prints how
-many operators that were.
+On gloo each operator that moves something gets the first sample of PyTorch's own list, with the first placements of its
+tensors. Where that makes a call there, it is run again on our process groups: results, or the kind of error, are to be
+the same. Prints how many operators, cases and errors that were.
 """
 
 from __future__ import annotations
@@ -25,13 +25,34 @@ from torch.utils._pytree import tree_leaves
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 PLACEMENTS = 6
 """How many ways of placing an operator's tensors are tried: more are the same calls again."""
+NAMES = """
+_upsample_bilinear2d_aa addmm addmm_decomposed addmv argsort bmm bmm_triton_optimized column_stack
+corrcoef cov diag diagonal_scatter equal fft_fft fft_fft2 fft_fftn fft_fftshift fft_hfft fft_hfft2
+fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ifftshift fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2
+fft_irfftn fft_rfft fft_rfft2 fft_rfftn flip fliplr gather grid_sampler_2d grid_sampler_3d hsplit
+linalg_lu_solve linalg_tensorinv linalg_tensorsolve lu_solve max_pool2d_with_indices_backward msort
+native_group_norm native_layer_norm nn_functional_adaptive_avg_pool1d nn_functional_adaptive_avg_pool2d
+nn_functional_adaptive_avg_pool3d nn_functional_adaptive_max_pool1d nn_functional_adaptive_max_pool2d
+nn_functional_adaptive_max_pool3d nn_functional_avg_pool3d nn_functional_channel_shuffle
+nn_functional_cross_entropy nn_functional_glu nn_functional_grid_sample nn_functional_group_norm
+nn_functional_interpolate_area nn_functional_interpolate_bicubic nn_functional_interpolate_bilinear
+nn_functional_interpolate_linear nn_functional_interpolate_nearest nn_functional_interpolate_nearest-exact
+nn_functional_interpolate_trilinear nn_functional_layer_norm nn_functional_linear_cross_entropy
+nn_functional_local_response_norm nn_functional_max_pool2d nn_functional_max_pool3d
+nn_functional_max_unpool2d_grad nn_functional_max_unpool3d nn_functional_max_unpool3d_grad
+nn_functional_multi_head_attention_forward nn_functional_nll_loss nn_functional_normalize
+nn_functional_triplet_margin_loss nn_functional_upsample_bilinear nn_functional_upsample_nearest scatter
+scatter_add slice_scatter sort tensordot tril triu view_as_complex vsplit where
+"""
+"""Those of the 677 operators of PyTorch 2.13 that made a call in the first six placements, on gloo."""
+MOVING = frozenset(NAMES.split())
 Case = tuple[str, int]
 
 
 def cases(mesh: DeviceMesh) -> Iterator[tuple[Case, Any, tuple[Any, ...], dict[str, Any]]]:
     """Yield each operator with its tensors on the mesh, the same ones on all ranks and each time."""
     for operator in op_db:
-        if not operator.supports_dtype(torch.float32, "cpu"):
+        if operator.formatted_name not in MOVING:
             continue
         torch.manual_seed(0)
         sample = next(iter(operator.sample_inputs("cpu", torch.float32)), None)
