@@ -20,6 +20,7 @@ import syncline
 import syncline.testing
 from syncline import Topology
 from syncline.pytorch.fleet import Fleet, enter_fleet
+from syncline.pytorch.metrics import publish
 from syncline.runtime import communicators_in_memory
 from syncline.runtime.reduction import numpy_reduction
 from syncline.schedule import Collective, plan_sharded_step, plan_tree
@@ -52,6 +53,11 @@ class World(ExitStack):
     @property
     def optimizer(self) -> Any:
         return self.pair[1]
+
+    def published(self, call: Callable[..., object]) -> Callable[..., object]:
+        """Return a call that needs a job which metrics know of."""
+        self.callback(publish(self.fleet.statistics, lambda: self.fleet.communicator))
+        return call
 
     def after_backward(self) -> Any:
         self.model(torch.ones(1, 4)).sum().backward()
@@ -131,6 +137,7 @@ CALLS: dict[str, Callable[[World], Right]] = {
     "syncline.join": lambda world: (syncline.join, {"model": world.model}),
     "syncline.synchronize": lambda world: (syncline.synchronize, {"model": world.model}),
     "syncline.batch_size": lambda world: (syncline.batch_size, {"num_samples": 2, "model": world.model}),
+    "syncline.note": lambda world: (world.published(syncline.note), {"loss": 0.5, "samples": 2}),
     "syncline.clip_grad_norm_": lambda world: (
         syncline.clip_grad_norm_,
         {"model": world.after_backward() and world.model, "max_norm": 1.0},

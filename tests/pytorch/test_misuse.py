@@ -38,6 +38,7 @@ ACCEPTED: dict[str, str] = {
     "syncline.Clustered(clusters)": "a number of clusters, or those of each rank, are judged where the ranks are known",
     "syncline.data.sampler(dataset='x')": "a text has a length, and samples that can be counted",
     "syncline.data.ElasticSampler(dataset='x')": "likewise",
+    "syncline.note(loss)": "any number is a loss, and one that is not finite must not end the job",
     "syncline.Fleet.close(is_failing)": TRUTH + "closing must not fail",
     "syncline.DistributedOptimizer.zero_grad(set_to_none)": TRUTH + "it is called in every step",
 }

@@ -65,7 +65,13 @@ def note(*, loss: SupportsFloat | None = None, samples: Whole = 0) -> None:
     """
     communicator = _source()[1]()
     if loss is not None:
-        communicator.progress.loss = value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        try:
+            value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigurationError(
+                f"loss must be a number, or a tensor of one element, not {loss!r}: {error}"
+            ) from error
+        communicator.progress.loss = value
         if math.isfinite(value):  # JSON has no other numbers
             communicator.trace.counter("loss", value)
     communicator.progress.num_samples += samples
