@@ -30,7 +30,7 @@ METHODS: dict[str, list[str]] = {
     "clustered, period 8": ["--method", "clustered", "--period", "8"],
     "clustered, period 4, forecast, no averages": ["--method", "clustered", "--period", "4", *UNAVERAGED],
     "clustered, term of 4": ["--method", "clustered", "--period", "8", "--reelect-every", "4"],
-    "clustered, cosine": ["--method", "clustered", "--contribution", "cosine"],
+    "clustered, literal": ["--method", "clustered", "--literal"],
     "clustered, no averages": ["--method", "clustered", "--no-averages"],
     "clustered, forecast": ["--method", "clustered", "--forecast", "1"],
     "clustered, forecast, no averages": ["--method", "clustered", *UNAVERAGED],

@@ -52,9 +52,8 @@ def main() -> None:
 
 def kill_in(state: str, seed: int, fate: str) -> dict[str, Any]:
     """Kill in one state; return what came of it, or what was wrong."""
-    contribution = "cosine" if seed % 3 == 2 else "uniform"
     try:
-        found: dict[str, Any] = check(run_all(Assignment(state=state, seed=seed, contribution=contribution, fate=fate)))
+        found: dict[str, Any] = check(run_all(Assignment(state=state, seed=seed, is_literal=seed % 3 == 2, fate=fate)))
     except AssertionError as error:
         return {"state": state, "seed": seed, "fate": fate, "wrong": str(error)}
     limit_s = LONGEST_WITHOUT_A_STEP_S + (DETECTION_S if fate == "freeze" else 0)

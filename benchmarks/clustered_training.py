@@ -166,14 +166,13 @@ def start(options: argparse.Namespace, task: Task) -> Plain | Ours:
     import syncline
 
     if options.method == "clustered":
-        rule = syncline.Clustered(
+        make_rule = syncline.Clustered.literal if options.literal else syncline.Clustered
+        rule = make_rule(
             period=options.period,
             reelect_every=options.reelect_every,
-            contribution=options.contribution,
             forecast=options.forecast,
             averages=False if options.no_averages else None,
-            measures=False,
-            seed=options.seed,
+            features=(),
         )
         return Ours(task, rule)
     return Ours(task, {"sharded": syncline.Sharded, "allreduce": syncline.AllReduce}[options.method]())
@@ -212,7 +211,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--evaluate-every", type=int, default=32)
     parser.add_argument("--period", type=int, default=16)
     parser.add_argument("--reelect-every", type=int, default=1)
-    parser.add_argument("--contribution", default="uniform")
+    parser.add_argument("--literal", action="store_true", help="exchange as the sources say")
     parser.add_argument("--forecast", type=float, default=0.0)
     parser.add_argument("--no-averages", action="store_true")
     return parser.parse_args()

@@ -35,8 +35,8 @@ CODES: tuple[Any, ...] = ("bf16", "int8", "int4", "auto")
 RULES: dict[str, Callable[[], Any]] = {
     "synchronous": syncline.AllReduce,
     "sharded": syncline.Sharded,
-    "clustered": lambda: syncline.Clustered(clusters=SITES, measures=False),
-    "forecast": lambda: syncline.Clustered(clusters=SITES, measures=False, forecast=1.0),
+    "clustered": lambda: syncline.Clustered(clusters=SITES, features=()),
+    "forecast": lambda: syncline.Clustered(clusters=SITES, features=(), forecast=1.0),
     "local": syncline.LocalSteps,
     "quarters": lambda: syncline.LocalSteps(fragments=4),
     "in-turn": lambda: syncline.LocalSteps(fragments=1, overlap=False),

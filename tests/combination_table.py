@@ -25,7 +25,7 @@ TRAINERS: dict[str, Any] = {
     'Sharded(compress="int8")': Sharded(compress="int8"),
     "LocalSteps()": LocalSteps(),
     "Overlapped()": Overlapped(),
-    "Clustered()": Clustered(measures=False),
+    "Clustered()": Clustered(features=()),
     "phase()": OF_PHASE,
     "process groups": OF_GROUPS,
 }

@@ -28,7 +28,7 @@ RULES: dict[str, UpdateRule] = {
     "whole_parameters": Sharded(align="parameter", bucket_bytes=2000),
     "all_reduce": AllReduce(bucket_bytes=2000),
     # written down: what a busy machine measures of itself would group the ranks otherwise in the second run
-    "clustered": Clustered(clusters=((0, 1), (2,)), period=4, bucket_bytes=2000),
+    "clustered": Clustered(clusters=((0, 1), (2,)), period=4),
 }
 PRIORITIES = {
     "searched": Priorities(measure_steps=3, min_gain=0.0, research_at=0.0),

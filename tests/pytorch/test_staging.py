@@ -22,7 +22,7 @@ RULES: dict[str, UpdateRule] = {
     "sharded": Sharded(bucket_bytes=2000),
     "whole_parameters": Sharded(align="parameter", bucket_bytes=2000),
     "all_reduce": AllReduce(bucket_bytes=2000),
-    "clustered": Clustered(period=1, clusters=1, measures=False, bucket_bytes=2000),
+    "clustered": Clustered(period=1, clusters=1, features=()),
 }
 PARTS = [3, 5]
 NUM_STEPS = 6

@@ -25,6 +25,7 @@ from clustered_play import SECOND_STATES, Actor, Playwright
 import syncline
 from rank_nursery import warm_up
 from rank_scripts import reserved_port
+from syncline.updates.clustered import updater
 from syncline.updates.clustered.instructions import Enter, Instruction
 from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.server import ServerState
@@ -45,7 +46,7 @@ class Assignment:
 
     state: str
     seed: int
-    contribution: str = "uniform"
+    is_literal: bool = False
     fate: str = "kill"
     """Or "freeze": stopped until all others have given it up, then woken."""
 
@@ -141,9 +142,9 @@ def run_rank(rank: int, port: int, assignment: Assignment, reports: connection.C
 
 
 def train(rank: int, assignment: Assignment, stage: Stage) -> dict[str, Any]:
-    rule = syncline.Clustered(
-        period=2, reelect_every=2, clusters=CLUSTERS, contribution=assignment.contribution, seed=assignment.seed
-    )
+    updater.SEED = assignment.seed
+    kind = syncline.Clustered.literal if assignment.is_literal else syncline.Clustered
+    rule = kind(period=2, reelect_every=2, clusters=CLUSTERS)
     silence_s = DETECTION_S if assignment.fate == "freeze" else NEVER_S
     with syncline.init(timeout_s=NEVER_S, silence_s=silence_s) as fleet:
         torch.manual_seed(0)

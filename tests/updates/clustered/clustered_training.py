@@ -72,7 +72,7 @@ def train_by_the_book(
         book.append(_Cluster(tuple(ranks), model, make(model.parameters()), zeros, zeros.clone(), zeros.clone()))
     table = torch.zeros(len(book), len(book), dtype=torch.float64)
     trajectories: list[list[torch.Tensor]] = [[] for _ in book]
-    averages = rule.can_drift if rule.averages is None else rule.averages
+    averages = (rule.period > 1 or rule.is_literal) if rule.averages is None else rule.averages
     for step in range(num_steps):
         for cluster in book:
             _cluster_mean(cluster, step)
@@ -103,12 +103,12 @@ def _cluster_mean(cluster: _Cluster, step: int) -> None:
 
 
 def _outer(rule: Clustered, book: list[_Cluster], table: torch.Tensor) -> list[torch.Tensor]:
-    brought = [cluster.total for cluster in book]
+    brought = [cluster.mean if rule.is_literal else cluster.total for cluster in book]
     step_on = []
     for c, cluster in enumerate(book):
         weights = [1.0] * len(book)
         highest = float(table[c].max())
-        if rule.contribution == "cosine" and highest > 0:
+        if rule.is_literal and highest > 0:
             weights = [max(MIN_WEIGHT, float(table[c, k]) / highest) if k != c else 1.0 for k in range(len(book))]
         shares = [other.samples * weight for other, weight in zip(book, weights, strict=True)]
         mean = sum(share * vector for share, vector in zip(shares, brought, strict=True)) / sum(shares)

@@ -42,17 +42,16 @@ def test_period_1_with_uniform_weights_equals_all_reduce(clusters, make) -> None
 RULES = [
     Clustered(period=3, reelect_every=2, clusters=CLUSTERS),
     Clustered(period=3, reelect_every=2, clusters=CLUSTERS, averages=False),
-    Clustered(period=1, reelect_every=3, clusters=CLUSTERS, contribution="cosine"),
-    Clustered(period=2, reelect_every=2, clusters=((0, 1), (2,), (3, 4)), contribution="cosine"),
-    Clustered(period=3, reelect_every=1, clusters=((0, 4), (1, 3), (2,)), contribution="cosine"),
+    Clustered.literal(period=1, reelect_every=3, clusters=CLUSTERS),
+    Clustered.literal(period=2, reelect_every=2, clusters=((0, 1), (2,), (3, 4))),
+    Clustered.literal(period=3, reelect_every=1, clusters=((0, 4), (1, 3), (2,)), averages=False),
     Clustered(period=3, reelect_every=2, clusters=CLUSTERS, forecast=1.0),
     Clustered(period=2, reelect_every=2, clusters=((0, 1), (2,), (3, 4)), forecast=0.5, averages=False),
-    Clustered(period=3, reelect_every=2, clusters=CLUSTERS, forecast=0.8, contribution="cosine"),
 ]
 
 
 @pytest.mark.parametrize(
-    "rule", RULES, ids=lambda rule: f"{rule.contribution}-{len(rule.clusters)}-{rule.period}-{rule.forecast}"
+    "rule", RULES, ids=lambda rule: f"{'literal-' * rule.is_literal}{len(rule.clusters)}-{rule.period}-{rule.forecast}"
 )
 @pytest.mark.parametrize("make", [make_sgd, make_adam])
 def test_training_is_as_the_formulas_say(rule: Clustered, make) -> None:
@@ -97,7 +96,7 @@ def test_all_ranks_have_the_same_parameters_after_a_close() -> None:
 
 
 def test_statistics_tell_clusters_servers_and_bytes() -> None:
-    rule = Clustered(period=4, reelect_every=1, clusters=CLUSTERS, contribution="cosine", averages=False)
+    rule = Clustered.literal(period=4, reelect_every=1, clusters=CLUSTERS, averages=False)
     trained = run_fleets(5, lambda fleet: train(fleet, rule, 8))
     first = trained[0][1]
     assert first.clusters == CLUSTERS
@@ -283,7 +282,7 @@ def test_a_rank_without_data_takes_part_with_no_weight() -> None:
 
 def test_clusters_follow_the_topology_and_rank_0_says_why(caplog: pytest.LogCaptureFixture) -> None:
     def clusters_of(fleet):
-        return train(fleet, Clustered(period=2, measures=False), 1)[1].clusters
+        return train(fleet, Clustered(period=2, features=()), 1)[1].clusters
 
     with caplog.at_level(logging.INFO, logger="syncline.updates.clustered"):
         found = run_fleets(Topology.load("two-sites"), clusters_of)
@@ -296,7 +295,6 @@ def test_clusters_follow_the_topology_and_rank_0_says_why(caplog: pytest.LogCapt
     ("arguments", "message"),
     [
         ({"period": 0}, "period must be a whole number from 1 up"),
-        ({"contribution": "best"}, "contribution must be"),
         ({"clusters": "some"}, "clusters must be"),
         ({"forecast": 1.5}, "forecast must be a number from 0 to 1"),
         ({"forecast": 1.0, "period": 1}, "forecast needs"),
@@ -308,13 +306,18 @@ def test_a_wrong_rule_is_refused_when_it_is_made(arguments, message) -> None:
         Clustered(**arguments)
 
 
+def test_a_forecast_is_refused_where_last_batches_are_exchanged() -> None:
+    with pytest.raises(ConfigurationError, match="forecast must be left out, not 0.5"):
+        Clustered.literal(forecast=0.5)
+
+
 def test_clusters_must_name_each_rank_once() -> None:
     with pytest.raises(ConfigurationError, match="each of the ranks 0 to 1 once"):
         run_fleets(2, lambda fleet: train(fleet, Clustered(clusters=((0,), (0, 1))), 1))
 
 
 def test_every_rank_says_what_is_wrong_with_a_choice_of_features() -> None:
-    rule = Clustered(features=["moon"], measures=False)
+    rule = Clustered(features=["moon"])
     found = run_fleets(3, lambda fleet: train(fleet, rule, 1), accept=ConfigurationError)
     assert ["no host has the feature 'moon'" in str(error) for error in found] == [True] * 3
 

@@ -109,15 +109,15 @@ def _in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Regrouping, "propose", propose)
 
 
-RULE = Clustered(period=2, reelect_every=1, clusters=1, recluster_every=1, measures=False)
+RULE = Clustered(period=2, reelect_every=1, clusters=1, recluster_every=1, features=())
 NUM_STEPS = 11
 
 
 @pytest.mark.usefixtures("_in_turn")
 @pytest.mark.parametrize("make", [make_sgd, make_adam])
-@pytest.mark.parametrize("contribution", ["uniform", "cosine"])
-def test_members_of_new_clusters_are_equal_to_the_bit_and_as_the_formulas_say(make, contribution) -> None:
-    rule = Clustered(**{**vars_of(RULE), "contribution": contribution})
+@pytest.mark.parametrize("kind", [Clustered, Clustered.literal], ids=["all", "literal"])
+def test_members_of_new_clusters_are_equal_to_the_bit_and_as_the_formulas_say(make, kind) -> None:
+    rule = kind(**vars_of(RULE))
     trained = run_fleets(5, lambda fleet: train(fleet, rule, NUM_STEPS, make), seed=2)
     for step in range(NUM_STEPS):
         # What is seen after the last step of a term is the average.
@@ -126,13 +126,13 @@ def test_members_of_new_clusters_are_equal_to_the_bit_and_as_the_formulas_say(ma
                 assert torch.equal(trained[rank][0][step], trained[ranks[0]][0][step]), (step, rank)
     assert trained[0][1].clusters == DIVISIONS[1]
     assert len({statistics.servers for _, statistics in trained}) == 1
-    if contribution == "uniform":
+    if kind is Clustered:
         for found, expected in zip(trained[0][0], by_the_book(make), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def vars_of(rule: Clustered) -> dict:
-    return {field.name: getattr(rule, field.name) for field in fields(rule)}
+    return {field.name: getattr(rule, field.name) for field in fields(rule) if field.init}
 
 
 def by_the_book(make) -> list[torch.Tensor]:

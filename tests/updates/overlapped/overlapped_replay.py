@@ -21,7 +21,6 @@ from syncline.updates.overlapped.events import Keep, Send, Use
 from syncline.updates.overlapped.rebase import Collect, Rebase, Runs
 from syncline.updates.overlapped.rule import Overlapped
 from syncline.updates.rounds.fixed_point import exponent_for, from_steps, largest_move, to_steps
-from syncline.updates.rounds.outer import OuterStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +134,6 @@ class _Hands:
         self.replica = replica
         self.ledger = ledger
         buckets, optimizer = replica.buckets, replica.optimizer
-        self._outer = [OuterStep(bucket, optimizer, rule.outer) for bucket in buckets if rule.outer is not None]
         self._feeds = [Feed() for _ in buckets]
         kind = rule.kind(optimizer)
         self._replaces = kind == "swap"
@@ -148,7 +146,6 @@ class _Hands:
         self._note_start()
 
     def _note_start(self) -> None:
-        self._starts = [memory.parameters.clone() for memory in self.replica.buckets]
         if self._ends_on_tree:
             for bucket, memory in enumerate(self.replica.buckets):
                 self.ledger.start(bucket, self.period, memory.parameters)
@@ -209,11 +206,9 @@ class _Hands:
         averages = [self.ledger.average(bucket, self.period) for bucket in range(len(self.replica.buckets))]
         if any(values is None for values in averages):
             return False
-        for number, (memory, average_of_it) in enumerate(zip(self.replica.buckets, averages, strict=True)):
+        for memory, average_of_it in zip(self.replica.buckets, averages, strict=True):
             assert average_of_it is not None, "all are there"
             memory.parameters.copy_(average_of_it)
-            if self._outer:
-                self._outer[number].apply(self._starts[number], memory.parameters)
         if self._rebase is not None:
             self._rebase.begin()
         for feed in self._feeds:

@@ -1,5 +1,7 @@
 """The oracles of the overlapped update on the in-memory fabric, each on a model of 84 elements."""
 
+from functools import partial
+
 import pytest
 import torch
 from overlapped_recording import record
@@ -8,7 +10,7 @@ from overlapped_training import one_step, size_of, start, train_alone
 
 from small_regression import batch, loss_of, make_adam, make_model, make_sgd, parameters_of
 from syncline.pytorch.flatten import flatten, plan_model, trained_parameters
-from syncline.updates import Nesterov, Overlapped
+from syncline.updates import Overlapped
 from thread_fleets import run_fleets
 
 
@@ -58,20 +60,20 @@ def make_replica(rank: int, bucket_bytes: int, dtype: torch.dtype) -> Replica:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "options",
+    "make_rule",
     [
-        {},
-        {"rule": "swap"},
-        {"rule": "swap", "quorum": 2},
-        {"rule": "rebase", "quorum": 2},
-        {"rule": "swap", "outer": Nesterov()},
-        {"rule": "rebase", "outer": Nesterov(learning_rate=0.5)},
+        Overlapped,
+        partial(Overlapped, rule="swap"),
+        partial(Overlapped, rule="swap", quorum=2),
+        partial(Overlapped, rule="rebase", quorum=2),
+        partial(Overlapped.literal, quorum=2),
     ],
+    ids=["default", "swap", "swap of 2", "rebase of 2", "literal of 2"],
 )
-def test_a_recorded_run_gives_the_same_bits_in_one_process(options: dict, dtype: torch.dtype) -> None:
+def test_a_recorded_run_gives_the_same_bits_in_one_process(make_rule, dtype: torch.dtype) -> None:
     """Whatever the threads and the network did."""
     num_iterations = 25
-    rule = Overlapped(period=7, max_staleness=3, bucket_bytes=128, **options)
+    rule = make_rule(period=7, max_staleness=3, bucket_bytes=128)
 
     def body(fleet):
         model, optimizer = start(fleet, rule, make_adam, dtype)
@@ -92,6 +94,38 @@ def test_a_recorded_run_gives_the_same_bits_in_one_process(options: dict, dtype:
     for (model, _), mine in zip(results, final, strict=True):
         assert torch.equal(parameters_of(model), mine)
         assert torch.equal(mine, final[0])
+
+
+def test_the_literal_rule_adds_the_global_gradient_to_the_own_one() -> None:
+    """Without staleness each worker steps on the sum of both, so workers differ until the period's average."""
+
+    def body(fleet):
+        model, optimizer = start(fleet, Overlapped.literal(period=5, max_staleness=0, bucket_bytes=128))
+        for step in range(10):
+            one_step(model, optimizer, fleet.rank, step)
+        return parameters_of(model)
+
+    models = [make_model() for _ in range(2)]
+    optimizers = [make_sgd(model.parameters()) for model in models]
+    for step in range(10):
+        sizes = [size_of(rank, step) for rank in range(2)]
+        own = []
+        for rank, model in enumerate(models):
+            model.zero_grad()
+            loss_of(model, *batch(rank, step, sizes[rank])).backward()
+            own.append([parameter.grad for parameter in model.parameters()])
+        mean = [sum(n * g for n, g in zip(sizes, pair, strict=True)) / sum(sizes) for pair in zip(*own, strict=True)]
+        for model, optimizer, gradients in zip(models, optimizers, own, strict=True):
+            for parameter, gradient, of_all in zip(model.parameters(), gradients, mean, strict=True):
+                parameter.grad = gradient + of_all
+            optimizer.step()
+        if (step + 1) % 5 == 0:
+            samples = [sum(size_of(rank, s) for s in range(step - 4, step + 1)) for rank in range(2)]
+            average = sum(n * parameters_of(m) for n, m in zip(samples, models, strict=True)) / sum(samples)
+            for model in models:
+                torch.nn.utils.vector_to_parameters(average.clone(), model.parameters())
+    for found in run_fleets(2, body):
+        assert torch.allclose(found, parameters_of(models[0]), rtol=1e-9, atol=1e-9)
 
 
 def test_rebase_stays_with_synchronous_training() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from small_regression import make_adam, make_sgd, parameters_of
 from syncline.errors import ConfigurationError
-from syncline.updates import AllReduce, Nesterov, Overlapped
+from syncline.updates import AllReduce, Overlapped
 from thread_fleets import run_fleets
 
 
@@ -120,55 +120,13 @@ def test_a_slow_worker_does_not_hold_up_the_others() -> None:
     assert "dropped" in str(results[0][2])
 
 
-@pytest.mark.parametrize("outer", [Nesterov(learning_rate=1.0, momentum=0.0), Nesterov()])
-def test_the_outer_optimizer_steps_on_the_averaged_difference(outer: Nesterov) -> None:
-    """Compared with the three lines of its docstring, from what a run without it averages to."""
-
-    def body(fleet):
-        rule = Overlapped(period=4, max_staleness=0, outer=outer, bucket_bytes=256)
-        model, optimizer = start(fleet, rule)
-        for step in range(12):
-            one_step(model, optimizer, fleet.rank, step)
-        return parameters_of(model)
-
-    results = run_fleets(2, body)
-    assert torch.equal(results[0], results[1])
-    expected = reference_with_outer(outer, num_ranks=2, num_periods=3, period=4)
-    assert torch.allclose(results[0], expected, rtol=1e-11, atol=1e-12)
-
-
-def reference_with_outer(outer: Nesterov, *, num_ranks: int, num_periods: int, period: int) -> torch.Tensor:
-    from small_regression import batch, loss_of, make_model
-
-    model = make_model()
-    optimizer = make_sgd(model.parameters())
-    start_of_period = parameters_of(model)
-    velocity = torch.zeros_like(start_of_period)
-    for number in range(num_periods):
-        for step in range(number * period, (number + 1) * period):
-            parts = [batch(rank, step, size_of(rank, step)) for rank in range(num_ranks)]
-            inputs, targets = (torch.cat([part[k] for part in parts]) for k in (0, 1))
-            optimizer.zero_grad()
-            loss_of(model, inputs, targets).backward()
-            optimizer.step()
-        difference = start_of_period - parameters_of(model)
-        velocity = outer.momentum * velocity + difference
-        start_of_period = start_of_period - outer.learning_rate * (difference + outer.momentum * velocity)
-        nn.utils.vector_to_parameters(start_of_period.clone(), model.parameters())
-    return start_of_period
-
-
 @pytest.mark.parametrize("kind", ["swap", "rebase"])
 @pytest.mark.parametrize("num_first", [2, 3])
-@pytest.mark.parametrize("outer", [None, Nesterov()])
-def test_training_goes_on_at_a_periods_end(outer: Nesterov | None, num_first: int, kind: str) -> None:
-    """Two or three workers for two periods, then two for two more: as one process with those batches.
-
-    With an outer optimizer: as two workers that were not interrupted.
-    """
+def test_training_goes_on_at_a_periods_end(num_first: int, kind: str) -> None:
+    """Two or three workers for two periods, then two for two more: as one process with those batches."""
 
     def first(fleet):
-        rule = Overlapped(period=3, max_staleness=0, bucket_bytes=256, outer=outer, rule=kind)
+        rule = Overlapped(period=3, max_staleness=0, bucket_bytes=256, rule=kind)
         model, optimizer = start(fleet, rule, make_adam)
         for step in range(6):
             one_step(model, optimizer, fleet.rank, step)
@@ -177,7 +135,7 @@ def test_training_goes_on_at_a_periods_end(outer: Nesterov | None, num_first: in
     saved_model, saved_optimizer = run_fleets(num_first, first)[0]
 
     def second(fleet):
-        rule = Overlapped(period=3, max_staleness=0, bucket_bytes=128, outer=outer, rule=kind)
+        rule = Overlapped(period=3, max_staleness=0, bucket_bytes=128, rule=kind)
         model, optimizer = start(fleet, rule, make_adam)
         model.load_state_dict(saved_model)
         optimizer.load_state_dict(copy.deepcopy(saved_optimizer))
@@ -188,20 +146,7 @@ def test_training_goes_on_at_a_periods_end(outer: Nesterov | None, num_first: in
 
     results = run_fleets(2, second)
     assert torch.equal(results[0], results[1])
-    if outer is None:
-        assert torch.allclose(results[0], alone_with_two_groups(num_first), rtol=1e-11, atol=1e-12)
-    elif num_first == 2:
-        assert torch.allclose(results[0], uninterrupted(outer), rtol=1e-11, atol=1e-12)
-
-
-def uninterrupted(outer: Nesterov) -> torch.Tensor:
-    def body(fleet):
-        model, optimizer = start(fleet, Overlapped(period=3, max_staleness=0, outer=outer), make_adam)
-        for step in range(12):
-            one_step(model, optimizer, fleet.rank, step)
-        return parameters_of(model)
-
-    return run_fleets(2, body)[0]
+    assert torch.allclose(results[0], alone_with_two_groups(num_first), rtol=1e-11, atol=1e-12)
 
 
 def alone_with_two_groups(num_first: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,13 +21,17 @@ from syncline.updates.clustered.pace import Pace
 from syncline.updates.clustered.period import Period
 from syncline.updates.clustered.record_schedule import Kind
 from syncline.updates.clustered.regrouping import Regrouping, measurement_of
-from syncline.updates.clustered.settings import ClusteredSettings
 from syncline.updates.clustered.statistics import ClusteredStatistics
 from syncline.updates.flat import Vector, VectorShape, joined
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting
 from syncline.updates.whole import WholeUpdater
 
+if TYPE_CHECKING:
+    from syncline.updates.clustered.rule import Clustered
+
+SEED = 0
+"""Of the draws of temporary servers, and of what divides machines."""
 FAREWELL_S = 10.0
 """A rank that ends the job does not wait longer for the others to have all that they need."""
 
@@ -36,33 +41,32 @@ class ClusteredUpdater(WholeUpdater):
 
     is_synchronous = False
 
-    def __init__(self, setting: Setting, rule: ClusteredSettings) -> None:
+    def __init__(self, setting: Setting, rule: Clustered) -> None:
         super().__init__(setting)
         communicator = self.collectives.communicator
         stream = self.collectives.bucket_schedules[0].stream
-        wanted = Inventory(topology=communicator.topology, use=rule.features)
-        gpu = gpu_of(self.buckets)
-        read = partial(read_machine, gpu=gpu)
-        measures = rule.measures and isinstance(rule.clusters, str | int)
-        self.inventory = measure_hosts(self.collectives.control, wanted, read=read if measures else None)
+        wanted = Inventory(topology=communicator.topology, use=rule.features or None)
+        gpu, reads = gpu_of(self.buckets), rule.features is None or len(rule.features) > 0
+        read = partial(read_machine, gpu=gpu) if reads and isinstance(rule.clusters, str | int) else None
+        self.inventory = measure_hosts(self.collectives.control, wanted, read=read)
         self.clusters: Clusters = agree_on_clusters(
-            self.collectives.control, self.inventory, clusters=rule.clusters, seed=rule.seed
+            self.collectives.control, self.inventory, clusters=rule.clusters, seed=SEED
         )
         self.record_schedule = rule.record_schedule(len(self.clusters))
-        sums = rule.period > 1 and self.record_schedule.has_outer_rounds
+        sums = rule.period > 1 and not rule.is_literal and self.record_schedule.has_outer_rounds
         self._period = Period(forecast_weight=rule.forecast) if sums else None
         self._shape = VectorShape.of(self.buckets)
         part = Part(
-            job=f"{rule.seed}/{stream}",
+            job=f"{SEED}/{stream}",
             clusters=self.clusters,
             record_schedule=self.record_schedule,
-            is_uniform=rule.is_uniform,
+            is_uniform=not rule.is_literal,
             quorum=rule.quorum,
             stream=stream,
             timeout_s=self.collectives.timeout_s,
             reclusters=rule.recluster_every > 0,
         )
-        name = f"clustered update {self.clusters} {self.record_schedule} {rule.contribution}"
+        name = f"clustered update {self.clusters} {self.record_schedule} literal={rule.is_literal}"
         port, trace = communicator.open_port(name), self.collectives.trace
         self._driver = ClusterDriver(port, communicator, self._shape, part, trace, communicator.progress)
         self._position = 0
@@ -70,7 +74,7 @@ class ClusteredUpdater(WholeUpdater):
         self._present: Sequence[bool] = ()
         self._samples_of_period = 0.0
         self._samples_of_term = 0.0
-        self._pace = Pace(gpu=gpu) if rule.measures else None
+        self._pace = Pace(gpu=gpu) if reads else None
         self._moving_state = MovingState(self.buckets, self.optimizer, self._shape)
         self._moving: tuple[str, ...] | None = None
         """The state that is to be made equal in this cluster with the next mean; None if it is equal."""
@@ -78,7 +82,7 @@ class ClusteredUpdater(WholeUpdater):
         self._regrouping = Regrouping(
             inventory=self.inventory,
             num_clusters=rule.clusters if isinstance(rule.clusters, int) else None,
-            seed=rule.seed,
+            seed=SEED,
         )
         self._driver.start()
 

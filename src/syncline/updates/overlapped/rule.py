@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
@@ -22,7 +22,6 @@ from syncline.updates.overlapped.statistics import OverlappedStatistics
 from syncline.updates.overlapped.terms import BucketTerms, Terms
 from syncline.updates.overlapped.tree_mean import TreeMean
 from syncline.updates.report import PendingReport
-from syncline.updates.rounds.outer import Nesterov, OuterStep
 from syncline.updates.rule import NonfiniteOrigin, Setting
 from syncline.updates.whole import WholeUpdater
 
@@ -57,9 +56,8 @@ class Overlapped:
     ``max_staleness`` is at most 8.
 
     ``max_staleness``: with more own iterations than that for which no global gradient has come, ``step()`` waits; 0 is
-    synchronous training, None never waits. ``outer``: what a period's averaged difference does (default: the average is
-    the next period's start). When too few workers live, each gets :class:`QuorumLostError`; ``distribute(...,
-    save_on_failure=...)`` saves what they have.
+    synchronous training, None never waits. When too few workers live, each gets :class:`QuorumLostError`;
+    ``distribute(..., save_on_failure=...)`` saves what they have. :meth:`literal` adds gradients as the sources say.
 
     With M < N a slow worker makes fewer steps than the others in a period, so train until ``optimizer.iteration`` has
     come far enough, not for a number of steps. Parameters are equal on all ranks only when a period has ended; end it
@@ -80,9 +78,9 @@ class Overlapped:
     servers: Annotated[str, '"shared" or "dedicated:k"'] = "shared"
     rule: Kind | None = None
     max_staleness: Whole | None = 8
-    outer: Nesterov | None = None
     bucket_bytes: Count = 512 * 1024
     """Smaller than with collectives, so that a small model is spread over several servers too."""
+    is_literal: bool = field(default=False, init=False)
     combinations: ClassVar[tuple[Combination, ...]] = (
         *OF_INDEPENDENT_RANKS,
         Combination(
@@ -99,6 +97,23 @@ class Overlapped:
         if self.servers != "shared" and not self.servers.startswith(DEDICATED):
             raise ConfigurationError(f'Overlapped: servers must be "shared" or "dedicated:k", not {self.servers!r}')
 
+    @classmethod
+    def literal(cls, **settings: Any) -> Overlapped:
+        """Return the rule that the sources describe; settings are those of :class:`Overlapped`, without ``rule``.
+
+        A global gradient is added to the own one of the step at hand. The worker's own part of it was stepped on
+        before, so it counts twice, and the loss is worse than with any other rule. Raises :class:`ConfigurationError`
+        for a ``rule``.
+
+        >>> syncline.Overlapped.literal(period=4).is_literal
+        True
+        """
+        literal = cls(**settings)
+        if literal.rule is not None:
+            raise ConfigurationError(f"Overlapped.literal: rule must be left out, not {literal.rule!r}")
+        object.__setattr__(literal, "is_literal", True)
+        return literal
+
     @property
     def schedule_options(self) -> BucketScheduleOptions:
         """No collective moves the buckets; this is the cheapest to plan."""
@@ -112,12 +127,14 @@ class Overlapped:
         """Begin to work on a model, and to serve the buckets whose servers are here."""
         return OverlappedUpdater(setting, self)
 
-    def kind(self, optimizer: torch.optim.Optimizer) -> Kind:
+    def kind(self, optimizer: torch.optim.Optimizer) -> Kind | Literal["literal"]:
         """Return the rule that is meant with ``optimizer``: of SGD the steps add up as gradients do, of others not.
 
         Steps that are redone many times on few global gradients are no better than those that are left alone.
         """
         is_fresh = self.max_staleness is not None and self.max_staleness <= FRESH
+        if self.is_literal:
+            return "literal"
         return self.rule or ("rebase" if is_fresh and not isinstance(optimizer, torch.optim.SGD) else "swap")
 
     def terms(self, world_size: int) -> Terms:
@@ -175,9 +192,6 @@ class OverlappedUpdater(WholeUpdater):
             trace=self.collectives.trace,
         )
         self._tree_mean = TreeMean(self.collectives.control, self.buckets) if terms.ends_on_tree else None
-        self._outer = [OuterStep(one, self.optimizer, rule.outer) for one in self.buckets if rule.outer is not None]
-        self._starts: list[torch.Tensor] = []
-        """Of each bucket, what the period began with, for the outer optimizer."""
         self._weight = 0.0
         self._nonfinite = 0
         """Position, counted from 1, of the parameter where the last pass has a gradient that is not finite; else 0."""
@@ -192,8 +206,6 @@ class OverlappedUpdater(WholeUpdater):
         if self.client.counts.num_periods == 0:
             for link, bucket in zip(self.client.links, self.buckets, strict=False):
                 link.keep_start(bucket.parameters)
-        if self._outer:
-            self._starts = [bucket.parameters.clone() for bucket in self.buckets]
         if self._tree_mean is not None:
             self._tree_mean.begin()
         if self._rebase is not None:
@@ -281,14 +293,9 @@ class OverlappedUpdater(WholeUpdater):
             self._rebase.finish([link.unsettled() for link in self.client.links])
         trace = self.collectives.trace
         start_ns, number = trace.now_ns(), self.client.counts.num_periods
-        self._average()
-        trace.span("period end", "update", start_ns, trace.now_ns(), period=number)
-
-    def _average(self) -> None:
         if self._tree_mean is None or not self.client.end_together(self._tree_mean):
             self.client.end_period([bucket.parameters for bucket in self.buckets])
-        for outer, start, bucket in zip(self._outer, self._starts, self.buckets, strict=False):
-            outer.apply(start, bucket.parameters)
+        trace.span("period end", "update", start_ns, trace.now_ns(), period=number)
 
     def statistics(self) -> OverlappedStatistics:
         """Return what was stale, dropped and waited for on this rank."""
