@@ -40,9 +40,7 @@ def movers(make, steps):
 
     def body(fleet, num_steps):
         model = Small()
-        model, optimizer = distribute(
-            model, make(model.parameters()), Clustered(clusters=1, features=()), fleet=fleet
-        )
+        model, optimizer = distribute(model, make(model.parameters()), Clustered(clusters=1, features=()), fleet=fleet)
         for step in range(num_steps):
             model(torch.full((1, 2), 1.0 + step + num_steps)).square().sum().backward()
             optimizer.step()

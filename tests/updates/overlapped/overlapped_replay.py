@@ -142,7 +142,7 @@ class _Hands:
         self._own: list[Runs] = [[] for _ in buckets]
         self._places: dict[tuple[int, int], torch.Tensor] = {}
         self._used = [0] * len(replica.buckets)
-        self._ends_on_tree = rule.terms(ledger.num_ranks).ends_on_tree
+        self._ends_on_tree = rule.layout(ledger.num_ranks).ends_on_tree
         self._note_start()
 
     def _note_start(self) -> None:

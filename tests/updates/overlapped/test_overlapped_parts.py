@@ -1,4 +1,4 @@
-"""The small parts: placement, headers, the three buffers, sums."""
+"""The small parts: placement, messages, sums."""
 
 import pytest
 import torch
@@ -9,11 +9,9 @@ from syncline.errors import ConfigurationError
 from syncline.topology import Topology
 from syncline.updates.messaging.records import encode_record
 from syncline.updates.overlapped.arithmetic import Feed, add_mean, average, correction
-from syncline.updates.overlapped.events import Use
-from syncline.updates.overlapped.inbox import PullBuffers
-from syncline.updates.overlapped.messages import Answer, DownHeader, Kind, Lost, Note, Question, UpHeader, decode_note
+from syncline.updates.overlapped.events import End, Hello, Push, Reply, ReplyAverage, Use
+from syncline.updates.overlapped.messages import Answer, BucketLayout, Lost, Note, Question, decode_note
 from syncline.updates.overlapped.placement import capacity_bytes_per_s, place_shards, server_ranks
-from syncline.updates.overlapped.terms import BucketTerms, Terms
 
 SLOW_RANK = """
 topology: one slow link
@@ -67,83 +65,37 @@ def test_servers_are_shared_or_dedicated() -> None:
 
 
 numbers = st.integers(0, 2**32 - 1)
+LAYOUT = BucketLayout(index=0, stream=1, connection_class=0, num_elements=4, dtype=torch.bfloat16, world_size=3)
 
 
-@given(st.sampled_from([Kind.PUSH, Kind.END, Kind.HELLO]), numbers, numbers, numbers, st.floats(0, 1e12))
-def test_up_headers_go_round(kind: Kind, period: int, round_number: int, iteration: int, weight: float) -> None:
-    header = UpHeader(kind=kind, period=period, round_number=round_number, iteration=iteration, weight=weight)
-    memory = memoryview(bytearray(UpHeader.SIZE_BYTES))
-    header.encode(memory)
-    assert UpHeader.decode(memory) == header
+@given(st.sampled_from([Push, End, Hello]), numbers, numbers, numbers, st.floats(0, 1e12))
+def test_messages_to_servers_go_round(kind, period: int, round_number: int, iteration: int, weight: float) -> None:
+    known = {"round_number": round_number, "weight": weight}
+    fields = {name: value for name, value in known.items() if name in kind.__slots__}
+    record = kind(worker=2, period=period, iteration=iteration, place=0, **fields)
+    message = LAYOUT.make_up()
+    message.values.fill_(3.0)
+    message.write(record)
+    assert message.read() == record
+    assert message.values.tolist() == [3.0] * 4
+    assert len(message.memory) % 64 == 8
 
 
-@given(st.lists(numbers, max_size=5).map(tuple), st.lists(numbers, max_size=3).map(tuple))
-def test_down_headers_go_round(accepted: tuple, dropped: tuple) -> None:
-    header = DownHeader(kind=Kind.SUM, period=3, closed=9, clock=11, accepted=accepted, dropped=dropped)
-    memory = memoryview(bytearray(DownHeader.size_bytes(window=5, world_size=3)))
-    assert len(memory) % 64 == 0
-    header.encode(memory)
-    assert DownHeader.decode(memory) == header
+@given(st.lists(numbers, max_size=5).map(tuple), st.lists(numbers, min_size=3, max_size=3).map(tuple))
+def test_messages_from_servers_go_round(accepted: tuple, dropped: tuple) -> None:
+    message = LAYOUT.make_down()
+    for record in (
+        ReplyAverage(worker=1, period=2**32, iteration=2**40, dropped=dropped),
+        Reply(worker=1, period=3, closed=9, clock=11, accepted=accepted),
+    ):
+        message.write(record)
+        assert message.read() == record
+    assert message.values.dtype == torch.float32
 
 
 @pytest.mark.parametrize("note", [Lost(rank=3, is_left_behind=True), Question(), Answer(ranks=(0, 4))])
 def test_notes_go_round(note: Note) -> None:
     assert decode_note(encode_record(note)) == (note, ())
-
-
-def make_buffers() -> PullBuffers:
-    terms = Terms(world_size=2, workers=(0, 1), servers=(0, 1), quorum=2, period=8, window=2)
-    bucket = BucketTerms(index=0, stream=1, connection_class=0, num_elements=4, dtype=torch.float32)
-    return PullBuffers(bucket, terms)
-
-
-def test_a_newer_sum_replaces_one_that_was_not_read() -> None:
-    buffers = make_buffers()
-    first = buffers.begin_landing()
-    assert buffers.begin_landing() is None, "one lands at a time"
-    buffers.keep_newest()
-    second = buffers.begin_landing()
-    buffers.keep_newest()
-    newest, base = buffers.take()
-    assert newest is second is not first
-    assert base is None
-    buffers.give_back()
-    buffers.begin_landing()
-    buffers.keep_newest()
-    assert buffers.take()[1] is second
-
-
-def test_what_is_read_is_not_written() -> None:
-    buffers = make_buffers()
-    for _ in range(2):
-        buffers.begin_landing()
-        buffers.keep_newest()
-        newest, base = buffers.take()
-        if base is None:
-            buffers.give_back()
-    third = buffers.begin_landing()
-    assert third not in (newest, base)
-    buffers.keep_newest()
-    assert buffers.begin_landing() is None, "two are read, the third is the newest"
-    buffers.reset()  # the server died while both were read
-    assert buffers.begin_landing() is third
-    buffers.give_back()
-    buffers.drop_landed()
-    assert sum(buffers.begin_landing() is not None and not buffers.keep_average() for _ in range(3)) == 3
-
-
-def test_a_sum_of_the_next_period_may_come_early() -> None:
-    buffers = make_buffers()
-    buffers.begin_landing()
-    buffers.keep_average()
-    early = [buffers.begin_landing()]
-    buffers.keep_early()
-    early.append(buffers.begin_landing())
-    buffers.keep_early()
-    buffers.release_average()
-    buffers.reset()
-    buffers.take_early()
-    assert buffers.take() == (early[1], None)
 
 
 def test_means_are_weighted_and_in_a_fixed_order() -> None:

@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 from overlapped_training import one_step, size_of, start, train_alone
-from torch import nn
 
 from small_regression import make_adam, make_sgd, parameters_of
 from syncline.errors import ConfigurationError
@@ -217,10 +216,10 @@ def test_the_rule_follows_the_optimizer_unless_the_user_says_one() -> None:
 
 def test_terms_must_fit_the_number_of_ranks() -> None:
     with pytest.raises(ConfigurationError, match="quorum 5 is more than the 4 workers"):
-        Overlapped(quorum=5).terms(4)
+        Overlapped(quorum=5).layout(4)
     with pytest.raises(ConfigurationError, match="dedicated"):
-        Overlapped(servers="dedicated:4").terms(4)
-    assert Overlapped(servers="dedicated:2").terms(5).workers == (0, 1, 2)
+        Overlapped(servers="dedicated:4").layout(4)
+    assert Overlapped(servers="dedicated:2").layout(5).workers == (0, 1, 2)
 
 
 def test_with_a_rule_without_periods_there_is_nothing_to_end() -> None:

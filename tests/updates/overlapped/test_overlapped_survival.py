@@ -12,8 +12,8 @@ from syncline.errors import PeerLostError, UpdateError
 from syncline.members import QuorumLostError
 from syncline.updates import Overlapped
 from syncline.updates.overlapped.link import WorkerLink
-from syncline.updates.overlapped.messages import UpHeader
-from syncline.updates.overlapped.succession import Move, Succession
+from syncline.updates.overlapped.messages import Message
+from syncline.updates.overlapped.placement import Move, Succession
 from syncline.updates.overlapped.tree_mean import TreeMean
 from syncline.updates.rounds.moves import Round
 from thread_fleets import run_fleets
@@ -106,7 +106,7 @@ async def let_all_land() -> None:
 def test_a_loss_while_the_end_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 dies while rank 3, whose mean broke with rank 2's death, writes what it will send to the new servers."""
     is_writing, ending = threading.Event(), {}
-    sum_of, end, encode = TreeMean.sum, WorkerLink.end, UpHeader.encode
+    sum_of, end, write = TreeMean.sum, WorkerLink.end, Message.write
 
     def sum_or_fail(self, **arguments):
         ends = sum_of(self, **arguments)
@@ -119,14 +119,14 @@ def test_a_loss_while_the_end_is_being_written(monkeypatch: pytest.MonkeyPatch) 
             ending[threading.get_ident()] = self
         end(self, parts, **arguments)
 
-    def encode_slowly(self, into):
+    def write_slowly(self, record):
         link = ending.pop(threading.get_ident(), None)
         if link is not None:
             is_writing.set()
             with link._changed:
                 assert link._changed.wait_for(lambda: link.server != 1, 60)
             link._port.run(let_all_land(), 10)
-        encode(self, into)
+        write(self, record)
 
     def die(fleet, step):
         if fleet.rank in (1, 2) and step == PERIOD:
@@ -135,7 +135,7 @@ def test_a_loss_while_the_end_is_being_written(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(TreeMean, "sum", sum_or_fail)
     monkeypatch.setattr(WorkerLink, "end", end_and_tell)
-    monkeypatch.setattr(UpHeader, "encode", encode_slowly)
+    monkeypatch.setattr(Message, "write", write_slowly)
     rule = Overlapped(period=PERIOD, max_staleness=4, bucket_bytes=128)
     results = run_fleets(5, lambda fleet: train(fleet, rule, before_step=die), accept=DeathError)
     check_survivors(results, [0, 3, 4])
@@ -205,7 +205,7 @@ def test_those_who_leave_early_are_not_waited_for() -> None:
 def test_all_ranks_move_buckets_to_the_same_servers_in_any_order() -> None:
     after = {}
     for order in ((1, 2), (2, 1)):
-        succession, lost = Succession(Overlapped().terms(4), range(4)), set()
+        succession, lost = Succession(Overlapped().layout(4), range(4)), set()
         moves: list[Move] = []
         for rank in order:
             lost.add(rank)

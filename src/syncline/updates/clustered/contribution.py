@@ -4,7 +4,8 @@
     w_k  = max(w_min, C_k / max C)                       over the other clusters
     mean = (n_c g_c + sum_k n_k w_k g_k) / (n_c + sum_k n_k w_k)
 
-with n the samples of a cluster. With w = 1, as everywhere but in `Clustered.literal()`, the mean is that of synchronous training.
+with n the samples of a cluster. With w = 1, as everywhere but in `Clustered.literal()`, the mean is that of
+synchronous training.
 Where nothing is known yet (all C = 0), w = 1.
 """
 

@@ -1,9 +1,9 @@
 """The servers' outer rounds, reckoned and moved: a weighted mean of all clusters' vectors for each of them.
 
-- The mean is the same for all (and averages of parameters): one all-reduce of what each
-  brings, weighted by its share. A server sends about 2 (C-1)/C of a vector, however many clusters there are.
-- Each cluster weights the others in its own way (`Clustered.literal()`): one all-gather, so that each server has all vectors, and
-  reckons its own mean and the new table of contributions. A server receives C-1 vectors.
+- The mean is the same for all: one all-reduce of what each brings, weighted by its share. A server sends about 2 (C-1)/C of a vector, however many clusters there are.
+- Each cluster weights the others in its own way (`Clustered.literal()`, but not in averages of parameters): one
+  all-gather, so that each server has all vectors, and reckons its own mean and the new table of contributions. A server
+  receives C-1 vectors.
 
 Both run on the schedule that the planner finds for the servers' part of the network.
 """

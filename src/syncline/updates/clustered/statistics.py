@@ -19,7 +19,7 @@ class ClusteredStatistics:
     term: int
     period: int
     contributions: tuple[tuple[float, ...], ...] | None
-    """Row c, column k: what cluster k contributed to c; None but with :meth:`Clustered.literal`, which alone needs a table."""
+    """Row c, column k: what cluster k contributed to c; None unless ``literal``, which needs a table."""
     samples_of_clusters: tuple[float, ...] | None
     """Samples of each cluster in the newest outer round, its weight in the mean: 0 for one that had no part."""
     sent_bytes_inside: int

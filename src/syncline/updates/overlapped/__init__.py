@@ -67,8 +67,8 @@ the period ends they may differ by what only some of them had pulled. The succes
 period it is in, and with which parameters that began, since one may have received the last average and another not.
 
 Modules, from decisions to threads: :mod:`.events`, :mod:`.server`, :mod:`.worker`, :mod:`.clock` (no I/O, no torch);
-:mod:`.messages`, :mod:`.terms`, :mod:`.placement`, :mod:`.succession`, :mod:`.arithmetic`; :mod:`.hosted` (a server
-shard at work), :mod:`.link` and :mod:`.inbox` (a worker's side), :mod:`.server_client` (one rank, a driver as
+:mod:`.messages`, :mod:`.placement`, :mod:`.arithmetic`; :mod:`.hosted` (a server shard at work), :mod:`.link` (a
+worker's side), :mod:`.server_client` (one rank, a driver as
 :mod:`syncline.updates.messaging` has them), :mod:`.tree_end`, :mod:`.tree_mean`;
 :mod:`.rebase`, :mod:`.forecast`, :mod:`.fused`; :mod:`.rule` (what the user writes).
 """

@@ -144,6 +144,8 @@ class ReplyAverage:
     period: int
     iteration: int = 0
     """The furthest iteration of a worker in the average: where the next period begins for all."""
+    dropped: tuple[int, ...] = ()
+    """For each rank, how many of its pushes this shard has dropped so far, as whoever sends it fills in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

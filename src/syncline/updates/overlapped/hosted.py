@@ -1,14 +1,16 @@
 """A server shard at work: receives what workers send, does what the state machine says, and replies.
 
-Everything happens on the communication loop's thread. Memory: for each worker at most ``window`` messages (made when
-they are first needed) and one reply, one cumulative sum, and the average of a period's end.
+Everything happens on the communication loop's thread. Memory: for each worker the pushes of open rounds (at most
+``window``, by which workers bound themselves), the message that comes next and one reply; one cumulative sum, and the
+average of a period's end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
+from itertools import count
 
 import torch
 
@@ -33,19 +35,9 @@ from syncline.updates.overlapped.events import (
     ServerInstruction,
     Stop,
 )
-from syncline.updates.overlapped.messages import DOWN, UP, DownHeader, Kind, UpHeader
+from syncline.updates.overlapped.messages import DOWN, UP, BucketLayout, Message
+from syncline.updates.overlapped.placement import ServerLayout
 from syncline.updates.overlapped.server import ServerShard
-from syncline.updates.overlapped.terms import BucketTerms, Message, Terms
-
-
-@dataclass(slots=True)
-class _Buffers:
-    """Room for the messages of one worker."""
-
-    places: list[Message] = field(default_factory=list)
-    free: list[int] = field(default_factory=list)
-    is_posted: bool = False
-    reply: Message | None = None
 
 
 class HostedShard:
@@ -54,8 +46,8 @@ class HostedShard:
     def __init__(
         self,
         port: Port,
-        terms: Terms,
-        bucket: BucketTerms,
+        layout: ServerLayout,
+        bucket: BucketLayout,
         *,
         epoch: int,
         lost: Iterable[int] = (),
@@ -63,31 +55,28 @@ class HostedShard:
         """Host ``bucket`` from now on; ``epoch`` is the number of servers that it had before, which are dead."""
         self.bucket = bucket
         self.machine = ServerShard(
-            workers=terms.workers,
-            quorum=terms.quorum,
-            window=terms.window,
-            lost=[rank for rank in lost if rank in terms.workers],
+            workers=layout.workers,
+            quorum=layout.quorum,
+            window=layout.window,
+            lost=[rank for rank in lost if rank in layout.workers],
             succeeds=epoch > 0,
-            ends_elsewhere=terms.ends_on_tree and epoch == 0,
-            shrinks=terms.shrinks,
+            ends_elsewhere=layout.ends_on_tree and epoch == 0,
+            shrinks=layout.shrinks,
         )
-        self._terms = terms
+        self._layout = layout
         self._messages = bucket.open_messages(port, epoch=epoch)
         self._cumulative = torch.zeros(bucket.num_elements, dtype=sum_dtype(bucket.dtype))
         self._mean = torch.empty_like(self._cumulative)
         self._average = torch.empty(0)
-        self._buffers = {worker: _Buffers() for worker in self.machine.alive}
+        self._landed: dict[int, Message] = {}
+        """What the state machine has not released yet, by place."""
+        self._places = count()
         for worker in self.machine.alive:
             self._post(worker)
 
-    @property
-    def num_places(self) -> int:
-        """Messages that this shard has room for."""
-        return sum(len(buffers.places) for buffers in self._buffers.values())
-
     def lose(self, worker: int) -> None:
         """Go on without ``worker``."""
-        if worker in self._buffers and worker in self.machine.alive:
+        if worker in self.machine.alive:
             self.handle(Lost(worker=worker))
 
     def stop(self, worker: int, *, period: int, last_round: int) -> None:
@@ -100,26 +89,18 @@ class HostedShard:
         self._messages.retire()
 
     def _post(self, worker: int) -> None:
-        """Wait for the worker's next message, if there is a place for it."""
-        buffers = self._buffers[worker]
-        if buffers.is_posted or worker not in self.machine.alive:
-            return
-        if not buffers.free and len(buffers.places) < self._terms.window:
-            buffers.free.append(len(buffers.places))
-            buffers.places.append(self.bucket.make_up())
-        if not buffers.free:
-            return
-        place = buffers.free.pop()
-        buffers.is_posted = True
-        self._messages.receive(worker, UP, buffers.places[place].memory, partial(self._landed, worker, place))
+        """Wait for the worker's next message."""
+        message = self.bucket.make_up()
+        self._messages.receive(worker, UP, message.memory, partial(self._on_message, worker, message))
 
-    def _landed(self, worker: int, place: int) -> None:
-        buffers = self._buffers[worker]
-        buffers.is_posted = False
+    def _on_message(self, worker: int, message: Message) -> None:
         if worker not in self.machine.alive:
             return  # it was sent before this worker knew
-        header = UpHeader.decode(buffers.places[place].memory)
-        self.handle(_event(worker, place, header))
+        event = message.read()
+        assert isinstance(event, Push | End | Hello)
+        place = next(self._places)
+        self._landed[place] = message
+        self.handle(replace(event, worker=worker, place=place))
         self._post(worker)
 
     def handle(self, event: ServerEvent) -> None:
@@ -137,62 +118,21 @@ class HostedShard:
                 average(self._values(given), [one.weight for one in given], out=self._average)
             case Clear():
                 self._cumulative.zero_()
-            case Release(worker=worker, place=place):
-                self._buffers[worker].free.append(place)
-                self._post(worker)
+            case Release(place=place):
+                del self._landed[place]
             case Reply():
-                self._reply(instruction)
+                self._reply(instruction, self._cumulative)
             case ReplyAverage():
-                self._reply_average(instruction)
+                dropped = tuple(self.machine.dropped(rank) for rank in range(self._layout.world_size))
+                self._reply(replace(instruction, dropped=dropped), self._average)
             case Fail():
                 pass  # every rank sees the losses itself
 
     def _values(self, given: Iterable[Contribution]) -> list[torch.Tensor]:
-        return [self._buffers[one.worker].places[one.place].values for one in given]
+        return [self._landed[one.place].values for one in given]
 
-    def _reply(self, reply: Reply) -> None:
-        message = self._outgoing(reply.worker)
-        header = DownHeader(
-            kind=Kind.SUM, period=reply.period, closed=reply.closed, clock=reply.clock, accepted=reply.accepted
-        )
-        header.encode(message.memory)
-        message.values.copy_(self._cumulative)
-        self._send(reply.worker, message)
-
-    def _reply_average(self, reply: ReplyAverage) -> None:
-        message = self._outgoing(reply.worker)
-        dropped = tuple(self.machine.dropped(rank) for rank in range(self._terms.world_size))
-        header = DownHeader(kind=Kind.AVERAGE, period=reply.period, clock=reply.iteration, dropped=dropped)
-        header.encode(message.memory)
-        message.values_as(self.bucket.dtype).copy_(self._average)
-        self._send(reply.worker, message)
-
-    def _outgoing(self, worker: int) -> Message:
-        buffers = self._buffers[worker]
-        if buffers.reply is None:
-            buffers.reply = self.bucket.make_down(self._terms)
-        return buffers.reply
-
-    def _send(self, worker: int, message: Message) -> None:
-        self._messages.send(worker, DOWN, message.memory, lambda: self.handle(Replied(worker=worker)))
-
-
-def _event(worker: int, place: int, header: UpHeader) -> ServerEvent:
-    if header.kind is Kind.PUSH:
-        return Push(
-            worker=worker,
-            period=header.period,
-            round_number=header.round_number,
-            iteration=header.iteration,
-            weight=header.weight,
-            place=place,
-        )
-    if header.kind is Kind.END:
-        return End(
-            worker=worker,
-            period=header.period,
-            weight=header.weight,
-            place=place,
-            iteration=header.iteration,
-        )
-    return Hello(worker=worker, period=header.period, place=place, iteration=header.iteration)
+    def _reply(self, reply: Reply | ReplyAverage, values: torch.Tensor) -> None:
+        message = self.bucket.make_down()
+        message.write(reply)
+        message.values_as(values.dtype).copy_(values)
+        self._messages.send(reply.worker, DOWN, message.memory, lambda: self.handle(Replied(worker=reply.worker)))

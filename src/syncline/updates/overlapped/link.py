@@ -17,11 +17,10 @@ from syncline.observe import Trace
 from syncline.runtime.port import Port
 from syncline.updates.messaging.mailbox import MessageStream
 from syncline.updates.overlapped.arithmetic import Feed, correction, own_inside
-from syncline.updates.overlapped.events import Keep, Reply, Send
-from syncline.updates.overlapped.inbox import PullBuffers
-from syncline.updates.overlapped.messages import DOWN, UP, DownHeader, Kind, UpHeader
+from syncline.updates.overlapped.events import End, Hello, Keep, Push, Reply, ReplyAverage, Send
+from syncline.updates.overlapped.messages import DOWN, UP, BucketLayout, Message
+from syncline.updates.overlapped.placement import ServerLayout
 from syncline.updates.overlapped.rebase import Collect
-from syncline.updates.overlapped.terms import BucketTerms, Message, Terms
 from syncline.updates.overlapped.worker import BucketWorker
 
 
@@ -31,8 +30,8 @@ class WorkerLink:
     def __init__(
         self,
         port: Port,
-        terms: Terms,
-        bucket: BucketTerms,
+        layout: ServerLayout,
+        bucket: BucketLayout,
         *,
         server: int,
         changed: threading.Condition,
@@ -42,13 +41,12 @@ class WorkerLink:
     ) -> None:
         self.bucket = bucket
         self.server = server
-        self.machine = BucketWorker(window=terms.window, num_rounds=terms.period)
+        self.machine = BucketWorker(window=layout.window, num_rounds=layout.period)
         self.num_forgotten = 0
         """Pushes that died with a server."""
-        self.dropped: tuple[int, ...] = (0,) * terms.world_size
+        self.dropped: tuple[int, ...] = (0,) * layout.world_size
         self._port = port
         self._messages = bucket.open_messages(port, epoch=0)
-        self._terms = terms
         self._changed = changed
         self._replaces = replaces
         self._feed = feed
@@ -59,9 +57,14 @@ class WorkerLink:
         """Of this period, once it is written: what a new server has to get too."""
         self._has_ended = False
         self._has_average = False
-        self._early: Reply | None = None
-        self._pulls = PullBuffers(bucket, terms)
-        self._start = bucket.make_up() if terms.keeps_start else None
+        self._newest: Message | None = None
+        """The newest sum that was pulled and not used."""
+        self._base: Message | None = None
+        """The sum that was used last; none at a period's start."""
+        self._early: tuple[Reply, Message] | None = None
+        """The newest sum of the next period, which this worker has not begun."""
+        self._average: Message | None = None
+        self._start = bucket.make_up() if layout.keeps_start else None
         self._start_period = 0
         self.num_heard = 0
         """Messages of servers."""
@@ -94,7 +97,9 @@ class WorkerLink:
             use = self.machine.use()
             if use is None:
                 return 0
-            newest, base = self._pulls.take()
+            newest, base = self._newest, self._base
+            assert newest is not None
+            self._newest, self._base = None, newest
         start_ns = self._trace.now_ns()
         own = own_inside(use, lambda place: self._places[place].values, gradient)
         if not self._replaces:
@@ -105,12 +110,9 @@ class WorkerLink:
             subtract=[self._places[place].values for place in use.subtract],
         )
         self._feed.take(gradient, change, use, own)
-        with self._changed:
-            self._pulls.give_back()
         self._trace.span(
             f"fold into bucket {self.bucket.index}", "fold", start_ns, self._trace.now_ns(), round_number=use.closed
         )
-        self._port.call_soon(self.on_room)
         return use.closed - used
 
     def finish_step(self, gradient: torch.Tensor) -> None:
@@ -127,21 +129,20 @@ class WorkerLink:
         """Send what the period ends with, to be averaged; ``iteration`` counts since the start of the training."""
         message = self._end = self._end or self.bucket.make_up()
         message.values.copy_(parameters)
-        header = UpHeader(kind=Kind.END, period=self.machine.period, iteration=iteration, weight=weight)
-        header.encode(message.memory)
+        period = self.machine.period
+        message.write(End(worker=self._port.rank, period=period, iteration=iteration, weight=weight, place=0))
         with self._changed:
             self._has_ended = True
             self._sent_end = message
-            self._pulls.reset()  # the sums of this period are of no use any more; the average needs the room
+            self._forget_sums()
             messages, server = self._messages, self.server
         self._port.call_soon(messages.send, server, UP, message.memory)
-        self._port.call_soon(self.on_room)
 
     def stop(self) -> int:
         """End the period, which is averaged without the server; return the last round that was pushed for."""
         with self._changed:
             self._has_ended = True
-            self._pulls.reset()
+            self._forget_sums()
             return self.machine.last_round
 
     def has_average(self) -> bool:
@@ -150,24 +151,21 @@ class WorkerLink:
 
     def take_average(self, out: torch.Tensor) -> None:
         """Copy the average to ``out``."""
-        message = self._pulls.average()
-        if message is not None:  # else the mean of a collective is there already
-            out.copy_(message.values_as(self.bucket.dtype))
+        if self._average is not None:  # else the mean of a collective is there already
+            out.copy_(self._average.values_as(self.bucket.dtype))
 
     def begin_period(self) -> None:
         """Forget the last period."""
         self._feed.clear()
         with self._changed:
-            self._pulls.release_average()
-            self._pulls.reset()
+            self._average = None
+            self._forget_sums()
             self.machine.end_period()
             early, self._early = self._early, None
-            if early is not None and self.machine.arrived(early):
-                self._pulls.take_early()
-            self._pulls.drop_early()
+            if early is not None and self.machine.arrived(early[0]):
+                self._newest = early[1]
             self._has_ended = self._has_average = False
             self._sent_end = None
-        self._port.call_soon(self.on_room)
 
     def keep_start(self, parameters: torch.Tensor) -> None:
         """Take note of what the first period begins with."""
@@ -181,6 +179,10 @@ class WorkerLink:
         if self._start is not None:
             self._start.values.copy_(mean)
 
+    def _forget_sums(self) -> None:
+        """Forget what was pulled in this period."""
+        self._newest = self._base = None
+
     def _keep(self, keep: Keep, gradient: torch.Tensor) -> None:
         if keep.place not in self._places:
             self._places[keep.place] = self.bucket.make_up()
@@ -192,14 +194,15 @@ class WorkerLink:
 
     def _push(self, send: Send, messages: MessageStream) -> None:
         message = self._places[send.place]
-        header = UpHeader(
-            kind=Kind.PUSH,
+        push = Push(
+            worker=self._port.rank,
             period=send.period,
             round_number=send.round_number,
             iteration=send.iteration,
             weight=send.weight,
+            place=send.place,
         )
-        header.encode(message.memory)
+        message.write(push)
         self._port.call_soon(self._transmit, message, messages, send.round_number)
 
     # --- the loop's thread ---------------------------------------------------------------------------------------
@@ -208,24 +211,18 @@ class WorkerLink:
         """Whether the average that ends the period is still to come from ``server``; if that has left, it is here."""
         return self.server == server and self._sent_end is not None and not self._has_average
 
-    def on_room(self) -> None:
-        """Let the next message of the server land, if there is room for it."""
-        with self._changed:
-            message = self._pulls.begin_landing()
-        if message is not None:
-            on_reply = partial(self._on_reply, self._trace.now_ns())
-            self._messages.receive(self.server, DOWN, message.memory, on_reply)
+    def listen(self) -> None:
+        """Let the next message of the server land."""
+        message = self.bucket.make_down()
+        on_reply = partial(self._on_reply, message, self._trace.now_ns())
+        self._messages.receive(self.server, DOWN, message.memory, on_reply)
 
     def move(self, server: int, *, epoch: int) -> None:
         """Go on with another server, or another shard of this one; what was pushed to the one before is forgotten."""
         with self._changed:
             if self._port.is_lost(self.server):
                 self._messages.cancel(self.server, DOWN)
-                self._pulls.drop_landed()
-            elif not self._pulls.abandon_landing():
-                self._let_land()
-            self._pulls.drop_early()
-            self._pulls.reset()
+            self._forget_sums()
             self._early = None
             self.machine.sent()
             self.num_forgotten += self.machine.restart()
@@ -235,17 +232,13 @@ class WorkerLink:
             self._has_average = self._has_average or has_start
             end = None if has_start else self._sent_end
             self._changed.notify_all()
-        self.on_room()
+        self.listen()
         if self._start is not None:
-            hello = UpHeader(kind=Kind.HELLO, period=self._start_period, iteration=self.start_iteration)
-            hello.encode(self._start.memory)
+            period, iteration = self._start_period, self.start_iteration
+            self._start.write(Hello(worker=self._port.rank, period=period, iteration=iteration, place=0))
             self._messages.send(server, UP, self._start.memory)
         if end is not None:
             self._messages.send(server, UP, end.memory)
-
-    def _let_land(self) -> None:
-        """Take what the server may have sent already, and do nothing with it."""
-        self._messages.receive(self.server, DOWN, self.bucket.make_down(self._terms).memory, lambda: None)
 
     def _transmit(self, message: Message, messages: MessageStream, round_number: int) -> None:
         """Send a push, unless it was for a server that is dead; what is to be said to its successor move() says."""
@@ -259,36 +252,27 @@ class WorkerLink:
             self.machine.sent()
             self._changed.notify_all()
 
-    def _on_reply(self, start_ns: int) -> None:
+    def _on_reply(self, message: Message, start_ns: int) -> None:
         self._trace.span(f"pull of bucket {self.bucket.index}", "pull", start_ns, self._trace.now_ns())
         self.num_heard += 1
         with self._changed:
-            message = self._pulls.landed()
-            header = DownHeader.decode(message.memory)
-            if header.kind is Kind.AVERAGE:
-                self._on_average(header, message)
-            elif header.period == self.machine.period + 1:
-                self._early = _reply(header)  # others have begun the next period, this worker waits for other buckets
-                self._pulls.keep_early()
-            elif not self._has_ended and self.machine.arrived(_reply(header)):
-                self._pulls.keep_newest()
-            else:
-                self._pulls.drop_landed()
+            reply = message.read()
+            if isinstance(reply, ReplyAverage):
+                self._on_average(reply, message)
+            elif isinstance(reply, Reply) and reply.period == self.machine.period + 1:
+                self._early = reply, message  # others have begun the next period, this worker waits for other buckets
+            elif isinstance(reply, Reply) and not self._has_ended and self.machine.arrived(reply):
+                self._newest = message
             self._changed.notify_all()
-        self.on_room()
+        self.listen()
 
-    def _on_average(self, header: DownHeader, message: Message) -> None:
-        if header.period != self.machine.period or not self._has_ended:
-            self._pulls.drop_landed()
+    def _on_average(self, reply: ReplyAverage, message: Message) -> None:
+        if reply.period != self.machine.period or not self._has_ended:
             return
-        self.start_iteration = header.clock
+        self.start_iteration = reply.iteration
         if self._start is not None:
             self._start.values.copy_(message.values_as(self.bucket.dtype))
-            self._start_period = header.period + 1
-        self.dropped = header.dropped
-        self._pulls.keep_average()
+            self._start_period = reply.period + 1
+        self.dropped = reply.dropped
+        self._average = message
         self._has_average = True
-
-
-def _reply(header: DownHeader) -> Reply:
-    return Reply(worker=0, period=header.period, closed=header.closed, clock=header.clock, accepted=header.accepted)

@@ -1,37 +1,31 @@
-"""What travels between a worker and a server shard: a header of fixed size, then the bucket.
+"""What travels between a worker and a server shard: a record in a head of fixed size, then the bucket.
 
-Messages of one direction have one size, whatever they say, so that a receive can be posted before it is known what will
-come.
+    Push, End, Hello       worker to server: the bucket in its own number type
+    Reply, ReplyAverage    server to worker: the bucket in the type in which gradients are summed
 
-    PUSH, END, HELLO    worker to server: the bucket in its own number type
-    SUM, AVERAGE        server to worker: the bucket in the type in which gradients are summed
-
-Beside them ranks send each other notes: small records, as text.
+They are what one state machine says and the other is told (:mod:`.events`). Messages of one direction have one size,
+whatever they say, so that a receive can be posted before it is known what will come. Beside them ranks send each other
+notes: small records, as text.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
-from syncline.updates.flat import ALIGNMENT_BYTES, aligned
-from syncline.updates.messaging.records import decode_record
+import torch
 
-_UP = struct.Struct("<IIIId")
-_DOWN = struct.Struct("<IIIIII")
+from syncline.fabric import BULK
+from syncline.runtime.port import Port
+from syncline.tensors.memory import bytes_of
+from syncline.updates.flat import aligned, sum_dtype
+from syncline.updates.messaging.mailbox import MessageStream
+from syncline.updates.messaging.records import decode_record, encode_record
+from syncline.updates.overlapped.events import End, Hello, Push, Reply, ReplyAverage
 
-
-class Kind(IntEnum):
-    """What a message is."""
-
-    PUSH = 1
-    END = 2
-    HELLO = 3
-    SUM = 4
-    AVERAGE = 5
-
+Told = Push | End | Hello | Reply | ReplyAverage
+_TOLD = {kind.__name__: kind for kind in (Push, End, Hello, Reply, ReplyAverage)}
+HEAD_BYTES, RANK_BYTES = 256, 12
+"""Room for the text of a record, and for each rank of whose pushes it says how many were dropped."""
 
 UP, DOWN, NOTES = range(3)
 """Kinds of messages on a bucket's stream: to its server, from it, and on that of the first bucket what ranks tell each
@@ -39,74 +33,63 @@ other beside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpHeader:
-    """In front of what a worker sends.
+class BucketLayout:
+    """One bucket, as its messages have it; equal on every rank."""
 
-    Of a PUSH, ``iteration`` counts within the period, of END and HELLO since the start of the training.
-    """
+    index: int
+    stream: int
+    """Its messages' tags belong to this stream."""
+    connection_class: int
+    num_elements: int
+    dtype: torch.dtype
+    world_size: int
 
-    kind: Kind
-    period: int
-    round_number: int = 0
-    iteration: int = 0
-    weight: float = 0.0
+    def open_messages(self, port: Port, *, epoch: int) -> MessageStream:
+        """Return the bucket's messages, after those of collectives; ``epoch`` counts the servers that it has had.
 
-    SIZE_BYTES = ALIGNMENT_BYTES
-
-    def encode(self, into: memoryview) -> None:
-        """Write the header at the beginning of ``into``."""
-        _UP.pack_into(into, 0, self.kind, self.period, self.round_number, self.iteration, self.weight)
-
-    @classmethod
-    def decode(cls, message: memoryview) -> UpHeader:
-        """Read the header of ``message``."""
-        kind, period, round_number, iteration, weight = _UP.unpack_from(message)
-        return cls(kind=Kind(kind), period=period, round_number=round_number, iteration=iteration, weight=weight)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DownHeader:
-    """In front of what a server sends.
-
-    Of an AVERAGE, ``clock`` is the iteration since the start of the training.
-    """
-
-    kind: Kind
-    period: int
-    closed: int = 0
-    clock: int = 0
-    accepted: tuple[int, ...] = ()
-    dropped: tuple[int, ...] = ()
-    """For each rank, how many of its gradients this shard has dropped so far."""
-
-    @staticmethod
-    def size_bytes(*, window: int, world_size: int) -> int:
-        """Return the room that a header takes."""
-        return aligned(_DOWN.size + 4 * (window + world_size))
-
-    def encode(self, into: memoryview) -> None:
-        """Write the header at the beginning of ``into``."""
-        sizes = (len(self.accepted), len(self.dropped))
-        _DOWN.pack_into(into, 0, self.kind, self.period, self.closed, self.clock, *sizes)
-        _pack_numbers(into, (*self.accepted, *self.dropped))
-
-    @classmethod
-    def decode(cls, message: memoryview) -> DownHeader:
-        """Read the header of ``message``."""
-        kind, period, closed, clock, num_accepted, num_dropped = _DOWN.unpack_from(message)
-        numbers = struct.unpack_from(f"<{num_accepted + num_dropped}I", message, _DOWN.size)
-        return cls(
-            kind=Kind(kind),
-            period=period,
-            closed=closed,
-            clock=clock,
-            accepted=numbers[:num_accepted],
-            dropped=numbers[num_accepted:],
+        What a server sent before it left is received after that too: the last averages come so.
+        """
+        return MessageStream(
+            port,
+            self.stream,
+            urgency=BULK + self.index,
+            connection_class=self.connection_class,
+            epoch=epoch,
+            even_if_lost=True,
         )
 
+    def make_up(self) -> Message:
+        """Return room for a message from a worker."""
+        return Message(self, self.dtype)
 
-def _pack_numbers(into: memoryview, numbers: Sequence[int]) -> None:
-    struct.pack_into(f"<{len(numbers)}I", into, _DOWN.size, *numbers)
+    def make_down(self) -> Message:
+        """Return room for a message from the server."""
+        return Message(self, sum_dtype(self.dtype))
+
+
+class Message:
+    """A record and a bucket, one after another in memory."""
+
+    def __init__(self, layout: BucketLayout, dtype: torch.dtype) -> None:
+        self._num_elements = layout.num_elements
+        self._head_bytes = aligned(HEAD_BYTES + RANK_BYTES * layout.world_size)
+        self._bytes = torch.empty(self._head_bytes + layout.num_elements * dtype.itemsize, dtype=torch.uint8)
+        self.memory = bytes_of(self._bytes)
+        self.values = self.values_as(dtype)
+
+    def values_as(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the bucket's elements as ``dtype``, which must not be larger than the one it was made for."""
+        stop = self._head_bytes + self._num_elements * dtype.itemsize
+        return self._bytes[self._head_bytes : stop].view(dtype)
+
+    def write(self, record: Told) -> None:
+        """Let ``record`` be what it says."""
+        self.memory[: self._head_bytes] = encode_record(record).ljust(self._head_bytes)
+
+    def read(self) -> Told:
+        """Return what it says; raises ValueError if that is no record."""
+        record: Told = decode_record(bytes(self.memory[: self._head_bytes]), _TOLD, "the overlapped update")[0]
+        return record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Which rank holds the server shard of which bucket, at first.
+"""Which rank holds the server shard of which bucket: at first, and after losses. The same on every rank, without I/O.
 
 Cost model: a server takes in one bucket from each worker and gives one back to each, so its time is its bytes over what
 its link carries. A rank's link carries the least, over the links on its path, of the link's slower direction divided by
@@ -11,12 +11,42 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-from syncline.errors import ConfigurationError
+from syncline.errors import ConfigurationError, UpdateError
+from syncline.members import Quorum, successor
 from syncline.topology import Host, Node, Rank, Topology
 
 DEDICATED = "dedicated:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLayout:
+    """Who works, who serves, and how many make a global gradient; equal on every rank."""
+
+    world_size: int
+    workers: tuple[int, ...]
+    servers: tuple[int, ...]
+    quorum: int
+    period: int
+    """Iterations of a period."""
+    window: int
+    """Pushes of one worker that may be out for one bucket."""
+    ends_on_tree: bool = False
+    """Whether a period ends with a collective (see :mod:`.tree_end`), not through the servers."""
+    shrinks: bool = False
+    """Whether the quorum is all workers that live; then periods end through the servers once a rank is lost."""
+
+    @property
+    def survival(self) -> Quorum:
+        """How many workers must live for the others to go on."""
+        return Quorum() if self.shrinks else Quorum(part=0.0, least=self.quorum)
+
+    @property
+    def keeps_start(self) -> bool:
+        """Whether a worker may have to tell a server's successor what a period began with."""
+        return self.shrinks or self.quorum < len(self.workers) or self.servers != self.workers
 
 
 def server_ranks(servers: str, world_size: int) -> tuple[int, ...]:
@@ -69,3 +99,49 @@ def _num_ranks_below(node: Node) -> int:
     if isinstance(node, Host):
         return len(node.ranks)
     return sum(_num_ranks_below(child) for child in node.children)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A bucket goes to another server, or to the same one anew; ``epoch`` is the number of those that it had."""
+
+    position: int
+    server: int
+    epoch: int
+
+
+class Succession:
+    """The servers of all buckets: the first, and after them the next rank in a circle that lives."""
+
+    def __init__(self, layout: ServerLayout, first_servers: Sequence[int]) -> None:
+        self.on_tree = layout.ends_on_tree
+        """Whether periods end with a collective of all ranks, which has no part for one that is lost."""
+        self.servers = list(first_servers)
+        """Of each bucket, now."""
+        self._layout = layout
+        self._first_servers = tuple(first_servers)
+
+    def moves(self, lost: Collection[int]) -> list[Move]:
+        """Return which buckets go to another server; all of them, once periods do not end on the tree any more.
+
+        Raises :class:`UpdateError` if no server is left.
+        """
+        has_left_tree = self.on_tree and self._layout.shrinks
+        if has_left_tree:
+            self.on_tree = False
+        return [
+            self._move(position, first, lost)
+            for position, (first, now) in enumerate(zip(self._first_servers, self.servers, strict=True))
+            if now in lost or has_left_tree
+        ]
+
+    def _move(self, position: int, first: int, lost: Collection[int]) -> Move:
+        servers = self._layout.servers
+        place = servers.index(first)
+        server = successor((*servers[place:], *servers[:place]), lost)
+        if server is None:
+            raise UpdateError(f"All servers are lost: {sorted(lost)}; start again from a checkpoint")
+        self.servers[position] = server
+        distance = (servers.index(server) - place) % len(servers)
+        # A fleet that has left the tree begins again on all servers, also on those that live.
+        return Move(position=position, server=server, epoch=distance + self._layout.ends_on_tree)

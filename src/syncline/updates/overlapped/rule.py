@@ -15,11 +15,11 @@ from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.combinations import OF_INDEPENDENT_RANKS, WHOLE_STATE, Combination
 from syncline.updates.inner import check_is_served
 from syncline.updates.overlapped.arithmetic import Feed
-from syncline.updates.overlapped.placement import DEDICATED, place_shards, server_ranks
+from syncline.updates.overlapped.messages import BucketLayout
+from syncline.updates.overlapped.placement import DEDICATED, ServerLayout, place_shards, server_ranks
 from syncline.updates.overlapped.rebase import Collect, Rebase
 from syncline.updates.overlapped.server_client import ServerClient
 from syncline.updates.overlapped.statistics import OverlappedStatistics
-from syncline.updates.overlapped.terms import BucketTerms, Terms
 from syncline.updates.overlapped.tree_mean import TreeMean
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import NonfiniteOrigin, Setting
@@ -137,7 +137,7 @@ class Overlapped:
             return "literal"
         return self.rule or ("rebase" if is_fresh and not isinstance(optimizer, torch.optim.SGD) else "swap")
 
-    def terms(self, world_size: int) -> Terms:
+    def layout(self, world_size: int) -> ServerLayout:
         """Return what follows for so many ranks; raises :class:`ConfigurationError` if the quorum is too large."""
         servers = server_ranks(self.servers, world_size)
         is_shared = self.servers == "shared"
@@ -145,7 +145,7 @@ class Overlapped:
         quorum = self.quorum if self.quorum is not None else len(workers)
         if quorum > len(workers):
             raise ConfigurationError(f"Overlapped: quorum {quorum} is more than the {len(workers)} workers")
-        return Terms(
+        return ServerLayout(
             world_size=world_size,
             workers=workers,
             servers=servers,
@@ -165,25 +165,26 @@ class OverlappedUpdater(WholeUpdater):
     def __init__(self, setting: Setting, rule: Overlapped) -> None:
         super().__init__(setting)
         communicator = self.collectives.communicator
-        terms, kind = rule.terms(communicator.world_size), rule.kind(self.optimizer)
+        layout, kind = rule.layout(communicator.world_size), rule.kind(self.optimizer)
         plans = [bucket.plan for bucket in self.buckets]
         buckets = [
-            BucketTerms(
+            BucketLayout(
                 index=plan.index,
                 stream=self.collectives.bucket_schedules[plan.index].stream,
                 connection_class=self.collectives.classes[plan.index],
                 num_elements=plan.num_elements,
                 dtype=plan.dtype,
+                world_size=layout.world_size,
             )
             for plan in plans
         ]
         self._feeds: list[Collect] = []
         self._rebase = Rebase(self.buckets, self.optimizer) if kind == "rebase" else None
         self.client = ServerClient(
-            communicator.open_port(f"overlapped update {terms}"),
-            terms,
+            communicator.open_port(f"overlapped update {layout}"),
+            layout,
             buckets,
-            place_shards(communicator.topology, terms.servers, [plan.num_bytes for plan in plans]),
+            place_shards(communicator.topology, layout.servers, [plan.num_bytes for plan in plans]),
             max_staleness=rule.max_staleness,
             replaces=kind == "swap",
             make_feed=self._make_feed,
@@ -191,7 +192,7 @@ class OverlappedUpdater(WholeUpdater):
             progress=communicator.progress,
             trace=self.collectives.trace,
         )
-        self._tree_mean = TreeMean(self.collectives.control, self.buckets) if terms.ends_on_tree else None
+        self._tree_mean = TreeMean(self.collectives.control, self.buckets) if layout.ends_on_tree else None
         self._weight = 0.0
         self._nonfinite = 0
         """Position, counted from 1, of the parameter where the last pass has a gradient that is not finite; else 0."""
@@ -239,10 +240,10 @@ class OverlappedUpdater(WholeUpdater):
 
         A server that all workers have left is not one of them, so it writes nothing.
         """
-        terms, lost = self.client.terms, self.client.lost
-        if terms.quorum == terms.world_size and not terms.shrinks:
+        layout, lost = self.client.layout, self.client.lost
+        if layout.quorum == layout.world_size and not layout.shrinks:
             return None
-        return min((rank for rank in terms.workers if rank not in lost), default=terms.workers[0])
+        return min((rank for rank in layout.workers if rank not in lost), default=layout.workers[0])
 
     def begin_backward(self) -> None:
         """Raise what went wrong since the last step; a server has no gradients to give."""

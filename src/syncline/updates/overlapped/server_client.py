@@ -27,11 +27,20 @@ from syncline.updates.overlapped.clock import PeriodClock
 from syncline.updates.overlapped.events import Waiting
 from syncline.updates.overlapped.hosted import HostedShard
 from syncline.updates.overlapped.link import WorkerLink
-from syncline.updates.overlapped.messages import NOTES, Answer, Lost, Nonfinite, Note, Question, Stopped, decode_note
+from syncline.updates.overlapped.messages import (
+    NOTES,
+    Answer,
+    BucketLayout,
+    Lost,
+    Nonfinite,
+    Note,
+    Question,
+    Stopped,
+    decode_note,
+)
+from syncline.updates.overlapped.placement import ServerLayout, Succession
 from syncline.updates.overlapped.rebase import Collect
 from syncline.updates.overlapped.statistics import ClientCounts, OverlappedStatistics
-from syncline.updates.overlapped.succession import Succession
-from syncline.updates.overlapped.terms import BucketTerms, Terms
 from syncline.updates.overlapped.tree_end import TreeEnd
 from syncline.updates.overlapped.tree_mean import TreeMean
 from syncline.updates.rule import NonfiniteOrigin
@@ -48,8 +57,8 @@ class ServerClient(Driver):
     def __init__(
         self,
         port: Port,
-        terms: Terms,
-        buckets: Sequence[BucketTerms],
+        layout: ServerLayout,
+        buckets: Sequence[BucketLayout],
         placement: Sequence[int],
         *,
         max_staleness: int | None,
@@ -59,14 +68,14 @@ class ServerClient(Driver):
         progress: Progress,
         trace: Trace,
     ) -> None:
-        super().__init__(port, Membership(terms.workers), timeout_s=timeout_s, progress=progress)
-        self.terms = terms
-        self.clock = PeriodClock(terms.period)
+        super().__init__(port, Membership(layout.workers), timeout_s=timeout_s, progress=progress)
+        self.layout = layout
+        self.clock = PeriodClock(layout.period)
         self.counts = ClientCounts()
         self._ended_iterations = 0
         """Iterations of the periods that have ended: of each, those of the worker that came furthest."""
         self.lost = self.membership.lost
-        self._succession = Succession(terms, placement)
+        self._succession = Succession(layout, placement)
         self._max_staleness = max_staleness
         self._shortage: Exception | None = None
         """Too few workers are left to begin anything; those who left had ended the period, so its averages come."""
@@ -78,15 +87,15 @@ class ServerClient(Driver):
         self.nonfinite: NonfiniteOrigin | None = None
         """Where NaN or infinity was told to have begun first."""
         self.hosted: dict[int, HostedShard] = {}
-        self._dropped_together: tuple[int, ...] = (0,) * terms.world_size
-        link = partial(WorkerLink, port, terms, changed=self._changed, replaces=replaces, trace=trace)
-        placed = zip(buckets, placement, strict=True) if port.rank in terms.workers else ()
+        self._dropped_together: tuple[int, ...] = (0,) * layout.world_size
+        link = partial(WorkerLink, port, layout, changed=self._changed, replaces=replaces, trace=trace)
+        placed = zip(buckets, placement, strict=True) if port.rank in layout.workers else ()
         self.links = [link(bucket, server=server, feed=make_feed()) for bucket, server in placed]
         self._tree_end = TreeEnd(
             port,
             self._succession,
             self.links,
-            shrinks=terms.shrinks,
+            shrinks=layout.shrinks,
             timeout_s=timeout_s,
             stop=self._stop_links,
             leave_tree=self._move_buckets,
@@ -116,7 +125,7 @@ class ServerClient(Driver):
                 self._host(bucket, epoch=0)
         self._notes.listen_to_all()
         for link in self.links:
-            link.on_room()
+            link.listen()
         self._watch()
 
     # --- the training thread -------------------------------------------------------------------------------------
@@ -179,7 +188,7 @@ class ServerClient(Driver):
     def _dropped(self) -> list[int]:
         """Count, for each rank, what the shards here have dropped."""
         shards = self.hosted.values()
-        return [sum(shard.machine.dropped(rank) for shard in shards) for rank in self.terms.workers]
+        return [sum(shard.machine.dropped(rank) for shard in shards) for rank in self.layout.workers]
 
     @property
     def iteration(self) -> int:
@@ -201,7 +210,7 @@ class ServerClient(Driver):
             self.raise_failure()
 
     def _is_alone(self) -> bool:
-        return all(worker in self.lost for worker in self.terms.workers)
+        return all(worker in self.lost for worker in self.layout.workers)
 
     def statistics(self) -> OverlappedStatistics:
         """Return all counters."""
@@ -298,21 +307,21 @@ class ServerClient(Driver):
 
     # --- the loop's thread ---------------------------------------------------------------------------------------
 
-    def _host(self, bucket: BucketTerms, *, epoch: int) -> None:
-        shard = HostedShard(self._port, self.terms, bucket, epoch=epoch, lost=self.lost)
+    def _host(self, bucket: BucketLayout, *, epoch: int) -> None:
+        shard = HostedShard(self._port, self.layout, bucket, epoch=epoch, lost=self.lost)
         self.hosted[bucket.index] = shard
 
     def _tell(self, peer: int, note: Note) -> None:
         self._notes.send(peer, encode_record(note))
 
     def _tell_nonfinite(self, note: Nonfinite) -> None:
-        for peer in range(self.terms.world_size):
+        for peer in range(self.layout.world_size):
             if peer != self._port.rank and peer not in self.lost:
                 self._tell(peer, note)
 
     def _tell_loss(self, rank: int, *, is_left_behind: bool, is_told: bool = False) -> None:
         """Tell all others, also the one that is lost: it may live."""
-        for peer in range(self.terms.world_size):
+        for peer in range(self.layout.world_size):
             if peer != self._port.rank:
                 self._tell(peer, Lost(rank=rank, is_left_behind=is_left_behind, is_told=is_told))
 
@@ -362,7 +371,7 @@ class ServerClient(Driver):
         self._on_lost(lost, UpdateError(f"{who(lost)} is lost, as {who(reporter)} reports"), is_told=True)
 
     def _awaited_peers(self) -> tuple[int, ...]:
-        return self.terms.workers
+        return self.layout.workers
 
     def _leave(self, peer: int, text: str) -> None:
         self._tell_loss(peer, is_left_behind=True)
@@ -379,7 +388,7 @@ class ServerClient(Driver):
             self._believe(reporter, lost)
         for shard in self.hosted.values():
             shard.lose(peer)
-        shortage = self.membership.shortage(self.terms.survival, what="workers", describe=self._port.describe_peer)
+        shortage = self.membership.shortage(self.layout.survival, what="workers", describe=self._port.describe_peer)
         if shortage is not None and has_left:
             self._shortage = shortage
         elif shortage is not None:

@@ -14,7 +14,7 @@ from functools import partial
 from syncline.errors import DeadlineError, PeerLostError
 from syncline.runtime.port import Port
 from syncline.updates.overlapped.link import WorkerLink
-from syncline.updates.overlapped.succession import Succession
+from syncline.updates.overlapped.placement import Succession
 from syncline.updates.overlapped.tree_mean import Ends, TreeMean
 
 
