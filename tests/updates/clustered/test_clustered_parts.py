@@ -17,8 +17,8 @@ from syncline.updates.clustered.driver import VectorArithmetic
 from syncline.updates.clustered.grouping import check_clusters, group
 from syncline.updates.clustered.mailbox import decode_envelope, encode_envelope
 from syncline.updates.clustered.messages import Agreed, Contribution, Envelope, Join
+from syncline.updates.clustered.outer_rounds import ServersCall
 from syncline.updates.clustered.record_schedule import RecordSchedule
-from syncline.updates.clustered.schedule_executor import ScheduleExecutor, Slice
 from syncline.updates.flat import VectorShape, combine
 from syncline.updates.messaging.mailbox import HEAD_BYTES, Mailbox, MessageStream
 
@@ -102,7 +102,7 @@ def test_messages_arrive_whole_and_in_order() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("num_elements", [0, 1, 7, 1000])
-def test_a_walk_sums_among_some_of_the_ranks(seed: int, num_elements: int) -> None:
+def test_a_call_sums_among_some_of_the_ranks(seed: int, num_elements: int) -> None:
     ranks = (4, 1, 3)
     schedule = choose(Topology.flat(5, rate=1e8).restricted(ranks), Collective.ALL_REDUCE, 1 << 12)
     tensors = {rank: torch.arange(num_elements, dtype=torch.float64) * (rank + 1) for rank in ranks}
@@ -110,28 +110,24 @@ def test_a_walk_sums_among_some_of_the_ranks(seed: int, num_elements: int) -> No
     with Ports(5, seed=seed) as ports:
         for place, rank in enumerate(ranks):
             layout = Layout.build(schedule, num_elements, 300)
-            slices = [Slice(tensor=tensors[rank], offsets=offsets) for offsets in layout.slices]
-            tags = [first_tag(9, 1, 16 + number) for number in range(len(slices))]
-            executor = ScheduleExecutor(ports[rank], schedule, ranks, slices, first_tags=tags, on_done=done[place].set)
-            ports[rank].call_soon(executor.start)
+            parts, tag = [(tensors[rank], layout)], first_tag(9, 1, 16)
+            call = ServersCall(ports[rank], ranks, schedule, parts, tag=tag, on_done=done[place].set)
+            ports[rank].call_soon(call.start)
         assert all(event.wait(WAIT_S) for event in done)
     for tensor in tensors.values():
         torch.testing.assert_close(tensor, torch.arange(num_elements, dtype=torch.float64) * (5 + 2 + 4))
 
 
-def test_a_walk_that_is_given_up_does_not_end_and_gives_its_receives_back() -> None:
+def test_a_call_that_is_given_up_does_not_end_and_gives_its_receives_back() -> None:
     ranks = (0, 1)
     schedule = choose(Topology.flat(2, rate=1e8), Collective.ALL_REDUCE, 64)
     tensor = torch.ones(8)
     ended = threading.Event()
     with Ports(2) as ports:
         layout = Layout.build(schedule, 8, 8)
-        slices = [Slice(tensor=tensor, offsets=offsets) for offsets in layout.slices]
-        executor = ScheduleExecutor(
-            ports[0], schedule, ranks, slices, first_tags=[first_tag(9, 1, 16)], on_done=ended.set
-        )
+        call = ServersCall(ports[0], ranks, schedule, [(tensor, layout)], tag=first_tag(9, 1, 16), on_done=ended.set)
         passed = threading.Event()
-        for action in (executor.start, executor.abandon, executor.forget, passed.set):
+        for action in (call.start, call.abandon, call.forget, passed.set):
             ports[0].call_soon(action)
         assert passed.wait(WAIT_S)
         assert not ended.is_set()

@@ -307,7 +307,7 @@ def test_a_wrong_rule_is_refused_when_it_is_made(arguments, message) -> None:
 
 
 def test_a_forecast_is_refused_where_last_batches_are_exchanged() -> None:
-    with pytest.raises(ConfigurationError, match="forecast must be left out, not 0.5"):
+    with pytest.raises(ConfigurationError, match=r"forecast must be left out, not 0\.5"):
         Clustered.literal(forecast=0.5)
 
 

@@ -1,24 +1,33 @@
 """The servers' outer rounds, reckoned and moved: a weighted mean of all clusters' vectors for each of them.
 
-- The mean is the same for all: one all-reduce of what each brings, weighted by its share. A server sends about 2 (C-1)/C of a vector, however many clusters there are.
+- The mean is the same for all: one all-reduce of what each brings, weighted by its share. A server sends
+  about 2 (C-1)/C of a vector, however many clusters there are.
 - Each cluster weights the others in its own way (`Clustered.literal()`, but not in averages of parameters): one
   all-gather, so that each server has all vectors, and reckons its own mean and the new table of contributions. A server
   receives C-1 vectors.
 
-Both run on the schedule that the planner finds for the servers' part of the network.
+Both run on the schedule that the planner finds for the servers' part of the network, slice by slice, as the engine's
+reference does (:mod:`syncline.runtime.slicerun`).
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
+import torch
 
-from syncline.runtime.port import Port
+from syncline.fabric import Transport
+from syncline.fabric.slice_executor import SLICE_TAGS, SlicedCall
+from syncline.runtime.dataflow import Dataflows
+from syncline.runtime.port import BULK_CLASS, Port
+from syncline.runtime.slicerun import SliceRun
 from syncline.runtime.tags import NUMBER_MASK, first_tag
 from syncline.schedule import Collective, Layout, Schedule, Target, choose
+from syncline.tensors.memory import bytes_of, reduction_for
 from syncline.topology import Topology
 from syncline.updates.clustered.contribution import (
     MIN_WEIGHT,
@@ -30,7 +39,6 @@ from syncline.updates.clustered.contribution import (
 from syncline.updates.clustered.instructions import Run
 from syncline.updates.clustered.messages import Participants
 from syncline.updates.clustered.record_schedule import Kind, Record
-from syncline.updates.clustered.schedule_executor import ScheduleExecutor, Slice
 from syncline.updates.clustered.view import View
 from syncline.updates.flat import Vector, combine, shares
 
@@ -39,6 +47,10 @@ MAX_SCHEDULES = 256
 FIRST_SLICE = 16
 """Slices of outer rounds are numbered from here; below are the lanes of messages."""
 
+URGENCY = 1
+"""After the heads and payloads of messages: those, others wait for."""
+
+Parts = Sequence[tuple[torch.Tensor, Layout]]
 Finish = Callable[[Run, Vector, tuple[float, ...]], None]
 
 
@@ -52,8 +64,8 @@ class OuterRounds:
         self._view = view
         self._is_uniform = is_uniform
         self._schedules: dict[tuple[Participants, Collective], Schedule] = {}
-        self._executors: dict[tuple[int, Participants], ScheduleExecutor] = {}
-        self._abandoned: list[ScheduleExecutor] = []
+        self._calls: dict[tuple[int, Participants], ServersCall] = {}
+        self._abandoned: list[ServersCall] = []
         self.sent_bytes = 0
 
     def run(self, run: Run, contributions: tuple[float, ...], finish: Finish) -> None:
@@ -65,24 +77,22 @@ class OuterRounds:
 
     def abandon(self, record: Record, participants: Participants) -> None:
         """Give up an outer round."""
-        executor = self._executors.pop((record.index, participants), None)
-        if executor is not None:
-            executor.abandon()
-            self._abandoned.append(executor)
+        call = self._calls.pop((record.index, participants), None)
+        if call is not None:
+            call.abandon()
+            self._abandoned.append(call)
 
     def _run_shared(self, run: Run, contributions: tuple[float, ...], finish: Finish) -> None:
         mean = run.payload.copy().scale(shares(run.samples)[_place(run, self._port.rank)])
         schedule = self._schedule(run.participants, Collective.ALL_REDUCE, mean.shape.num_bytes)
-        slices = []
-        for part in mean.parts:
-            layout = Layout.build(schedule, part.numel(), max(1, SLICE_BYTES // part.element_size()))
-            slices += [Slice(tensor=part, offsets=offsets) for offsets in layout.slices]
-        self._executor(run, schedule, slices, lambda: finish(run, mean, contributions))
+        parts = [
+            (part, Layout.build(schedule, part.numel(), max(1, SLICE_BYTES // part.element_size())))
+            for part in mean.parts
+        ]
+        self._start(run, schedule, parts, lambda: finish(run, mean, contributions))
 
     def _run_cosine(self, run: Run, contributions: tuple[float, ...], finish: Finish) -> None:
         """Gather all vectors: part by part, those of all clusters one after the other."""
-        import torch
-
         own: Vector = run.payload
         place = _place(run, self._port.rank)
         num = len(run.participants)
@@ -90,7 +100,7 @@ class OuterRounds:
         gathered = [torch.empty(num * part.numel(), dtype=part.dtype) for part in own.parts]
         for whole, part in zip(gathered, own.parts, strict=True):
             whole[place * part.numel() : (place + 1) * part.numel()].copy_(part)
-        slices = [Slice(tensor=whole, offsets=schedule.offsets(whole.numel())) for whole in gathered]
+        parts = [(whole, Layout.build(schedule, whole.numel(), max(1, whole.numel()))) for whole in gathered]
 
         def done() -> None:
             vectors = [own.shape.empty() for _ in range(num)]
@@ -99,7 +109,7 @@ class OuterRounds:
                     vector.parts[number].copy_(piece)
             finish(run, *self._weigh(run, vectors, contributions))
 
-        self._executor(run, schedule, slices, done)
+        self._start(run, schedule, parts, done)
 
     def _weigh(
         self, run: Run, vectors: list[Vector], contributions: tuple[float, ...]
@@ -128,28 +138,139 @@ class OuterRounds:
             self._schedules[key] = choose(servers, collective, num_bytes, target=target)
         return self._schedules[key]
 
-    def _executor(self, run: Run, schedule: Schedule, slices: list[Slice], done: Callable[[], None]) -> None:
+    def _start(self, run: Run, schedule: Schedule, parts: Parts, done: Callable[[], None]) -> None:
         key = (run.record.index, run.participants)
         attempt = zlib.crc32(json.dumps([*key, schedule.digest]).encode()) & NUMBER_MASK
 
         def finished() -> None:
-            self.sent_bytes += sum(executor.sent_bytes.values())
-            del self._executors[key]
+            self.sent_bytes += self._calls.pop(key).sent_bytes
             for abandoned in self._abandoned:
                 abandoned.forget()
             self._abandoned.clear()
             done()
 
-        executor = ScheduleExecutor(
-            self._port,
-            schedule,
-            [rank for _, rank in run.participants],
-            slices,
-            first_tags=[first_tag(self._stream, attempt, FIRST_SLICE + number) for number in range(len(slices))],
-            on_done=finished,
-        )
-        self._executors[key] = executor
-        executor.start()
+        servers = [rank for _, rank in run.participants]
+        tag = first_tag(self._stream, attempt, FIRST_SLICE)
+        call = self._calls[key] = ServersCall(self._port, servers, schedule, parts, tag=tag, on_done=finished)
+        call.start()
+
+
+class ServersCall:
+    """One run of ``schedule`` among ``ranks``; ``on_done`` is told once, on the loop's thread.
+
+    The engine ends the calls of all ranks when one is lost. An outer round is between servers only and must outlive the
+    loss of one. So one that is given up sends nothing more, but its messages still find where to go, in memory of its
+    own, until it is forgotten. To its slices it is the transport.
+    """
+
+    def __init__(
+        self,
+        port: Port,
+        ranks: Sequence[int],
+        schedule: Schedule,
+        parts: Parts,
+        *,
+        tag: int,
+        on_done: Callable[[], None],
+    ) -> None:
+        self.transport = cast("Transport", self)  # of which slices use three methods
+        self.temporary_bytes = 0
+        self.sent_bytes = 0
+        self._port = port
+        self._ranks = tuple(ranks)
+        self._on_done = on_done
+        self._is_abandoned = False
+        self._runs: list[SliceRun] = []
+        dataflows = Dataflows(self._ranks.index(port.rank))
+        for tensor, layout in parts:
+            sliced = SlicedCall(
+                slices=dataflows.slices(schedule, layout),
+                buffer=bytes_of(tensor),
+                reduction=reduction_for(tensor.dtype),
+                urgency=URGENCY,
+                connection_class=BULK_CLASS,
+                number=0,
+                tag=tag + len(self._runs) * SLICE_TAGS,
+                signature=0,
+                on_over=lambda: None,
+                on_mismatch=lambda *_: None,
+            )
+            self._runs += [SliceRun(sliced, number, self, on_end=self._ended) for number in range(len(sliced.slices))]
+        self._num_open = len(self._runs)
+
+    def start(self) -> None:
+        """Begin all slices."""
+        for run in self._runs:
+            run.advance(run.dataflow.first)
+        if not self._runs:
+            self._port.call_soon(self._finish)
+
+    def abandon(self) -> None:
+        """Do nothing more; what comes is thrown away."""
+        self._is_abandoned = True
+
+    def forget(self) -> None:
+        """Give back the receives that nothing came for."""
+        self._is_abandoned = True
+        for run in self._runs:
+            run.stop()
+
+    def send(
+        self,
+        peer: int,
+        tag: int,
+        payload: memoryview,
+        *,
+        signature: int,  # noqa: ARG002 - the port has its own
+        urgency: int,
+        connection_class: int,
+        on_sent: Callable[[], None],
+    ) -> None:
+        """Send to a rank of the schedule."""
+        if not self._is_abandoned:
+            self.sent_bytes += payload.nbytes
+            self._port.send(
+                self._ranks[peer],
+                tag,
+                payload,
+                urgency=urgency,
+                connection_class=connection_class,
+                on_sent=on_sent,
+            )
+
+    def receive(
+        self,
+        peer: int,
+        tag: int,
+        destination: memoryview,
+        *,
+        signature: int,  # noqa: ARG002 - the port has its own
+        urgency: int,
+        on_received: Callable[[], None],
+        on_mismatch: Callable[[int], None],  # noqa: ARG002 - the port's owner hears of it
+    ) -> None:
+        """Receive from a rank of the schedule."""
+        self._port.receive(self._ranks[peer], tag, destination, urgency=urgency, on_received=on_received)
+
+    def cancel(self, peer: int, tag: int) -> None:
+        """Forget a receive."""
+        self._port.cancel(self._ranks[peer], tag)
+
+    def heard(self, peer: int) -> None:
+        """Note nothing: whoever is lost, the members' protocol knows."""
+
+    def on_crash(self, error: Exception) -> None:
+        """Let the loop's owner hear of our own mistake."""
+        raise error
+
+    def _ended(self, run: SliceRun) -> None:  # noqa: ARG002 - any of them
+        self._num_open -= 1
+        if not self._num_open:
+            self._finish()
+
+    def _finish(self) -> None:
+        if not self._is_abandoned:
+            self._on_done()
 
 
 def _place(run: Run, rank: int) -> int:
