@@ -101,16 +101,6 @@ class Vector:
         )
 
 
-def joined(vectors: Sequence[Vector]) -> Vector:
-    """Return vectors of one shape as a single one, one after the other."""
-    shape = vectors[0].shape
-    whole = shape.times(len(vectors)).empty()
-    for number, vector in enumerate(vectors):
-        for mine, theirs in zip(whole.piece(shape, number).parts, vector.parts, strict=True):
-            mine.copy_(theirs)
-    return whole
-
-
 def combine(vectors: Sequence[Vector], factors: Sequence[float]) -> Vector:
     """Return the sum of ``factors[i] * vectors[i]``, added in that order; halves are added in single precision."""
     result = vectors[0].shape.empty()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from frozen_state import frozen
 
 from syncline.updates.clustered.instructions import Abandon, Enter, Instruction, Run, Send, Stop
-from syncline.updates.clustered.messages import NO_PROPOSAL, Agreed, Clusters, Contribution, Envelope, Proposal
+from syncline.updates.clustered.messages import Agreed, Clusters, Contribution, Envelope
 from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.record_schedule import Kind, Record, RecordSchedule
 from syncline.updates.clustered.server import ServerState
@@ -57,7 +57,6 @@ class World:
         record_schedule: RecordSchedule,
         *,
         num_records: int,
-        shares_results: bool = True,
         quorum: float = 0.0,
         propose: Callable[[int, int], Clusters] | None = None,
     ) -> None:
@@ -66,7 +65,6 @@ class World:
         self.record_schedule = record_schedule
         self.num_records = num_records
         self.clusters = tuple(tuple(ranks) for ranks in clusters)
-        self.shares_results = shares_results
         ranks = sorted(rank for members in clusters for rank in members)
         self.players = {
             rank: Player(
@@ -76,7 +74,6 @@ class World:
                     clusters=clusters,
                     record_schedule=record_schedule,
                     arithmetic=Symbols(),
-                    shares_results=shares_results,
                     quorum=quorum,
                     reclusters=propose is not None,
                 ),
@@ -117,11 +114,11 @@ class World:
             payload = ("sum", tuple(player.means))
         else:
             payload = ("parameters", tuple(agreed.payload for _, agreed in player.applied))
-        proposal = NO_PROPOSAL
+        clusters: Clusters = ()
         if record.kind is Kind.AVERAGE and self.propose is not None:
-            proposal = Proposal(clusters=self.propose(rank, record.term))
+            clusters = self.propose(rank, record.term)
         measurement = (("of", rank),) if record.is_outer_round else ()
-        instructions = player.node.provide(samples=1.0, payload=payload, measurement=measurement, proposal=proposal)
+        instructions = player.node.provide(samples=1.0, payload=payload, measurement=measurement, clusters=clusters)
         self.perform(rank, instructions)
 
     def perform(self, rank: int, instructions: Sequence[Instruction]) -> None:
@@ -240,7 +237,6 @@ class World:
             participants=run.participants,
             samples=run.samples,
             payload=result,
-            contributions=(float(run.record.index),),
         )
         self.perform(rank, instructions)
 
@@ -302,12 +298,11 @@ class World:
             player = self.players[rank]
             for record, agreed in player.applied:
                 members = player.members(rank, record.term)
-                value = (agreed.payload, agreed.contributions, agreed.clusters)
+                value = (agreed.payload, agreed.clusters)
                 assert agreed_on.setdefault((record.index, members), value) == value
             for term, known in player.clusters.items():
                 assert clusters.setdefault(term, known) == known
-        if self.shares_results:
-            self.check_results()
+        self.check_results()
         for rank in self.sound():
             self.check_sums(rank)
 

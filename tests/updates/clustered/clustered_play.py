@@ -107,7 +107,7 @@ class Actor:
 class Playwright:
     """Writes a play for each state; the seed chooses the cluster, the term, the record, and what is still said.
 
-    The first cluster has three members or more. ``is_shared``: an outer round's result is the same for all clusters.
+    The first cluster has three members or more.
     """
 
     def __init__(
@@ -117,7 +117,6 @@ class Playwright:
         job: str,
         clusters: Sequence[Sequence[int]],
         record_schedule: RecordSchedule,
-        is_shared: bool,
     ) -> None:
         self._seed = seed
         self._job = job
@@ -125,7 +124,6 @@ class Playwright:
         self._term = TERMS[seed // 2 % len(TERMS)]
         first = self._term * record_schedule.records_of_term
         self._records = [record_schedule.record(first + number) for number in range(record_schedule.records_of_term)]
-        self._is_shared = is_shared
 
     def write(self, state: ServerState) -> Play:
         """Return a play in which a server dies in ``state``, and in some of them another one before."""
@@ -184,7 +182,7 @@ class Playwright:
         """A server dies with an outer round's result that the other cluster has too; its successor must ask there."""
         server, successor, *_ = self._order(0)
         other_server = self._order(1)[0]
-        index = self._choose(*([Kind.RESULT, Kind.AVERAGE] if self._is_shared else [Kind.AVERAGE]))
+        index = self._choose(Kind.RESULT, Kind.AVERAGE)
         first = Death(rank=server, term=self._term, index=index, witness=other_server)
         second = self._death(successor, index, ServerState.FETCHING)
         return Play(deaths=(first, second), holds=(self._hold(other_server, successor, Agreed, index=index),))

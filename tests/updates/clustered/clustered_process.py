@@ -114,14 +114,12 @@ class Stage:
         return done
 
     def _write(self, node: Node) -> Any:
-        is_shared = self._assignment.contribution == "uniform"
         view = node.view
         playwright = Playwright(
             self._assignment.seed,
             job=view.job,
             clusters=view.clusters(0),
             record_schedule=node.record_schedule,
-            is_shared=is_shared,
         )
         return playwright.write(ServerState(self._assignment.state))
 

@@ -7,8 +7,7 @@ from typing import Any
 from syncline.members import Membership
 from syncline.updates.clustered.member import Member
 from syncline.updates.clustered.node import Node
-from syncline.updates.clustered.outer_round import OuterRound
-from syncline.updates.clustered.server import Server
+from syncline.updates.clustered.server import OuterRound, Server
 from syncline.updates.clustered.view import Division, View
 
 

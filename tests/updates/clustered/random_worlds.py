@@ -26,7 +26,6 @@ def random_world(choose: random.Random, *, quorum: float = 0.0, sizes: Sequence[
         clusters,
         record_schedule,
         num_records=num_records,
-        shares_results=choose.random() < 0.6,
         quorum=quorum,
         propose=Proposer(choose.randrange(1 << 30), clusters) if record_schedule.averages else None,
     )

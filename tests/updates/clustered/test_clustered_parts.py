@@ -67,7 +67,7 @@ def make_mailbox(port, on_message) -> Mailbox[Envelope]:
 
 
 def test_messages_arrive_whole_and_in_order() -> None:
-    big = Agreed(term=1, index=2, samples=(1.0,), contributions=tuple(float(k) for k in range(1000)))
+    big = Agreed(term=1, index=2, samples=tuple(float(k) for k in range(1000)))
     messages = [
         Join(term=0, index=-1),
         Contribution(term=0, index=0, samples=2.0, payload=vector_of(3.0)),

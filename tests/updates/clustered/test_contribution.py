@@ -52,8 +52,8 @@ def test_shares_are_samples_times_weights() -> None:
 
 
 def test_a_table_for_other_clusters_keeps_what_is_known_by_number() -> None:
-    flat = (0.0, 0.5, 0.25, 0.0)
-    assert resized(flat, 2).tolist() == [[0.0, 0.5], [0.25, 0.0]]
-    assert resized(flat, 1).tolist() == [[0.0]]
-    assert resized(flat, 3).tolist() == [[0.0, 0.5, 0.0], [0.25, 0.0, 0.0], [0.0, 0.0, 0.0]]
-    assert resized((), 2).tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    table = np.array([[0.0, 0.5], [0.25, 0.0]])
+    assert resized(table, 2).tolist() == [[0.0, 0.5], [0.25, 0.0]]
+    assert resized(table, 1).tolist() == [[0.0]]
+    assert resized(table, 3).tolist() == [[0.0, 0.5, 0.0], [0.25, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    assert resized(np.zeros((0, 0)), 2).tolist() == [[0.0, 0.0], [0.0, 0.0]]

@@ -84,18 +84,14 @@ def test_ranks_that_live_but_are_taken_for_dead_stop_and_the_others_agree(seed: 
         assert all(world.players[rank].stop is not None for rank in world.players if rank not in world.sound())
 
 
-@pytest.mark.parametrize(
-    ("shares_results", "state"),
-    # Where each cluster has its own result, nobody can fetch one.
-    [pair for pair in itertools.product((True, False), ServerState) if pair != (False, ServerState.FETCHING)],
-)
-def test_the_server_dies_in_each_state(state: ServerState, shares_results: bool) -> None:
+@pytest.mark.parametrize("state", ServerState)
+def test_the_server_dies_in_each_state(state: ServerState) -> None:
     """20 deaths in each state; LEVELLING and FETCHING exist only after another server died, so that makes two."""
     num_deaths = 0
     for seed in range(1000):
         print("seed", seed)
         choose = random.Random(seed)
-        world = World(CLUSTERS, AGENDA, num_records=14, shares_results=shares_results)
+        world = World(CLUSTERS, AGENDA, num_records=14)
         for _ in range(choose.randint(5, 120)):
             if choices := world.choices():
                 world.happen(choose.choice(choices))
@@ -160,7 +156,6 @@ def test_clusters_are_made_anew_and_nobody_is_left_between_them(seed: int, num_d
         CLUSTERS,
         record_schedule,
         num_records=4 * record_schedule.records_of_term,
-        shares_results=choose.random() < 0.6,
         propose=Proposer(seed, CLUSTERS),
     )
     for _ in range(num_deaths):
@@ -332,14 +327,6 @@ def test_whom_others_have_given_up_stops() -> None:
     world.perform(2, world.players[2].node.end(3, PeerLostError("rank 3 closed its connections", rank=3, host="h3")))
     assert world.players[2].stop is not None
     assert world.players[2].stop.startswith("rank 3 takes this rank for dead")
-
-
-def test_the_next_server_knows_the_contribution_table() -> None:
-    world = World(CLUSTERS, RecordSchedule(period=1, reelect_every=1), num_records=8)
-    world.settle()
-    for player in world.players.values():
-        assert player.node.member.result is not None
-        assert player.node.member.result.contributions == (7.0,)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Clusters that are made anew while a training runs."""
 
-import copy
 from dataclasses import fields
 
 import numpy as np
@@ -13,14 +12,13 @@ from syncline.errors import ConfigurationError
 from syncline.machines.inventory import Inventory
 from syncline.pytorch.distribute import distribute
 from syncline.topology import Topology
-from syncline.updates.clustered.messages import NO_PROPOSAL, Proposal
-from syncline.updates.clustered.regrouping import Regrouping, measurement_of
+from syncline.updates.clustered.regrouping import Regrouping
 from syncline.updates.clustered.rule import Clustered
 from thread_fleets import run_fleets
 
 HOSTS = Topology.flat(4, rate=1e8)
 ALL = range(4)
-FAST_AND_SLOW = {rank: measurement_of({"batch_s": 0.1 if rank % 2 else 0.5}, ("whole exp_avg",)) for rank in range(4)}
+FAST_AND_SLOW = {rank: (("batch_s", 0.1 if rank % 2 else 0.5),) for rank in range(4)}
 
 
 def regrouping(**choices) -> Regrouping:
@@ -29,39 +27,34 @@ def regrouping(**choices) -> Regrouping:
 
 def test_what_machines_measured_divides_them_anew() -> None:
     found = regrouping().propose(((0, 1), (2, 3)), FAST_AND_SLOW, living=ALL)
-    assert found == Proposal(clusters=((0, 2), (1, 3)), state=("whole exp_avg",))
+    assert found == ((0, 2), (1, 3))
 
 
 def test_clusters_that_are_as_good_stay() -> None:
-    assert regrouping().propose(((0, 2), (1, 3)), FAST_AND_SLOW, living=ALL) == NO_PROPOSAL
-    alike = {rank: measurement_of({"batch_s": 0.1}, ()) for rank in range(4)}
-    assert regrouping().propose(((0, 1), (2, 3)), alike, living=ALL) == NO_PROPOSAL
-    assert regrouping().propose(((0, 1), (2, 3)), {}, living=ALL) == NO_PROPOSAL
+    assert regrouping().propose(((0, 2), (1, 3)), FAST_AND_SLOW, living=ALL) == ()
+    alike = dict.fromkeys(range(4), (("batch_s", 0.1),))
+    assert regrouping().propose(((0, 1), (2, 3)), alike, living=ALL) == ()
+    assert regrouping().propose(((0, 1), (2, 3)), {}, living=ALL) == ()
 
 
 def test_a_cluster_that_lost_a_host_keeps_its_number() -> None:
-    measurements = {rank: measurement_of({"batch_s": 0.5 if rank == 3 else 0.1}, ()) for rank in range(4)}
-    assert regrouping().propose(((2, 3), (0, 1)), measurements, living=ALL).clusters == ((3,), (0, 1, 2))
-
-
-def test_state_that_cannot_be_averaged_keeps_ranks_where_they_are() -> None:
-    stuck = FAST_AND_SLOW | {2: measurement_of({"batch_s": 0.5}, ("fixed factors",))}
-    assert regrouping().propose(((0, 1), (2, 3)), stuck, living=ALL) == NO_PROPOSAL
+    measurements = {rank: (("batch_s", 0.5 if rank == 3 else 0.1),) for rank in range(4)}
+    assert regrouping().propose(((2, 3), (0, 1)), measurements, living=ALL) == ((3,), (0, 1, 2))
 
 
 def test_machines_that_cannot_be_divided_so_stay_where_they_are(caplog: pytest.LogCaptureFixture) -> None:
     too_many = Regrouping(inventory=Inventory(topology=HOSTS), num_clusters=5, seed=0)
-    assert too_many.propose(((0, 1), (2, 3)), FAST_AND_SLOW, living=ALL) == NO_PROPOSAL
+    assert too_many.propose(((0, 1), (2, 3)), FAST_AND_SLOW, living=ALL) == ()
     assert "clusters stay as they are: 4 hosts cannot form 5 clusters" in caplog.text
 
 
 def test_dead_hosts_are_not_compared() -> None:
     """Rank 4 was the only other kind of machine; without it the others are alike, and stay together."""
     five = Regrouping(inventory=Inventory(topology=Topology.flat(5, rate=1e8)), num_clusters=None, seed=0)
-    measurements = {rank: measurement_of({"batch_s": 9.0 if rank == 4 else 0.1}, ()) for rank in range(5)}
+    measurements = {rank: (("batch_s", 9.0 if rank == 4 else 0.1),) for rank in range(5)}
     together = ((0, 1, 2, 3, 4),)
-    assert five.propose(together, measurements, living=range(5)).clusters == ((0, 1, 2, 3), (4,))
-    assert five.propose(together, measurements, living=range(4)) == NO_PROPOSAL
+    assert five.propose(together, measurements, living=range(5)) == ((0, 1, 2, 3), (4,))
+    assert five.propose(together, measurements, living=range(4)) == ()
 
 
 @pytest.mark.parametrize(("dead", "expected"), [(1, ((0, 2), (1, 3, 4))), (4, ((0, 2), (1, 3, 4)))])
@@ -72,11 +65,11 @@ def test_the_dead_stay_in_some_cluster_and_their_latencies_do_not_count(dead: in
     )
     topology = Topology.parse(f"switch: core\nchildren: [{places}]")
     inventory = Inventory(topology=topology, use=("batch_s", "latency_s"))
-    measurements = {rank: measurement_of({"batch_s": 0.1 if rank % 2 or rank == 4 else 0.5}, ()) for rank in range(5)}
+    measurements = {rank: (("batch_s", 0.1 if rank % 2 or rank == 4 else 0.5),) for rank in range(5)}
     living = [rank for rank in range(5) if rank != dead]
-    measurements[dead] = measurement_of({"batch_s": 50.0}, ())
+    measurements[dead] = (("batch_s", 50.0),)
     regrouping = Regrouping(inventory=inventory, num_clusters=None, seed=0)
-    assert regrouping.propose(((0, 3), (1, 2, 4)), measurements, living=living).clusters == expected
+    assert regrouping.propose(((0, 3), (1, 2, 4)), measurements, living=living) == expected
 
 
 @pytest.mark.parametrize(
@@ -101,10 +94,9 @@ DIVISIONS = (((0, 1, 2, 3, 4),), ((0, 2), (1, 3, 4)), ((0, 4), (1,), (2, 3)), ((
 def _in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Propose one division after the other, whatever was measured."""
 
-    def propose(self, clusters, measurements, *, living) -> Proposal:
-        known = sorted({name for measurement in measurements.values() for name in dict(measurement)["state"]})
+    def propose(self, clusters, measurements, *, living):
         number = DIVISIONS.index(clusters) + 1 if clusters in DIVISIONS else 1
-        return Proposal(clusters=DIVISIONS[number % len(DIVISIONS)], state=tuple(known))
+        return DIVISIONS[number % len(DIVISIONS)]
 
     monkeypatch.setattr(Regrouping, "propose", propose)
 
@@ -136,7 +128,10 @@ def vars_of(rule: Clustered) -> dict:
 
 
 def by_the_book(make) -> list[torch.Tensor]:
-    """Return rank 0's parameters: five models whose gradients, parameters and optimizer state are averaged in turn."""
+    """Return rank 0's parameters: five models whose gradients and parameters are averaged in turn.
+
+    The optimizers of a cluster that was not there before begin anew.
+    """
     models = [make_model() for _ in range(5)]
     optimizers = [make(model.parameters()) for model in models]
     trajectory, first_means = [], {}
@@ -145,8 +140,9 @@ def by_the_book(make) -> list[torch.Tensor]:
         sizes = np.array([len(batch(rank, step)[0]) for rank in range(5)])
         means = {}
         for ranks in division:
-            if step % 2 == 0:
-                average_state([optimizers[rank] for rank in ranks], sizes[list(ranks)] / sizes[list(ranks)].sum())
+            if step % 2 == 0 and step and ranks not in DIVISIONS[(step // 2 - 1) % 4]:
+                for rank in ranks:
+                    optimizers[rank].state.clear()
             means[ranks] = sum(gradient_of(models[rank], rank, step) * int(sizes[rank]) for rank in ranks)
             means[ranks] = means[ranks] / int(sizes[list(ranks)].sum())
         if step % 2 == 1:
@@ -168,16 +164,6 @@ def by_the_book(make) -> list[torch.Tensor]:
                 torch.nn.utils.vector_to_parameters(mean.clone(), model.parameters())
         trajectory.append(parameters_of(models[0]))
     return trajectory
-
-
-def average_state(optimizers, shares) -> None:
-    states = [list(optimizer.state.values()) for optimizer in optimizers]
-    for place, first in enumerate(copy.deepcopy(states[0])):
-        for key in first:
-            if torch.is_tensor(first[key]):
-                mean = sum(share * state[place][key] for share, state in zip(shares, states, strict=True))
-                for state in states:
-                    state[place][key] = mean.clone().to(first[key].dtype)
 
 
 def gradient_of(model, rank: int, step: int) -> torch.Tensor:

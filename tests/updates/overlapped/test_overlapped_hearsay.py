@@ -26,7 +26,7 @@ class Client(SimpleNamespace):
             _port=SimpleNamespace(rank=rank, describe_peer=lambda peer: f"rank {peer}"),
             membership=membership,
             lost=membership.lost,
-            terms=SimpleNamespace(world_size=5, survival=Quorum(part=0.0)),
+            layout=SimpleNamespace(world_size=5, survival=Quorum(part=0.0)),
             hosted={},
             _move_buckets=lambda: None,
             _changed=threading.Condition(),

@@ -11,11 +11,12 @@ Where nothing is known yet (all C = 0), w = 1.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+from syncline.updates.flat import Vector, VectorShape, combine, shares
 
 Floats = NDArray[np.float64]
 
@@ -23,16 +24,43 @@ DECAY = 0.9
 MIN_WEIGHT = 0.1
 
 
-def resized(flat: Sequence[float], size: int) -> Floats:
-    """Return a table that is given row by row for ``size`` clusters; those with new numbers have contributed nothing.
+class Contributions:
+    """The table C [to, from], and the means that follow from it; the same on all ranks, which see all vectors.
 
-    Clusters that were made anew keep the number of the one that they are most like.
+    What clusters bring goes into one mean of all, in which each has a place of its own. Clusters that were made anew
+    keep the number of the one that they are most like; those with new numbers have contributed nothing.
     """
-    old_size = math.isqrt(len(flat))
-    table = np.zeros((size, size))
-    kept = min(size, old_size)
-    table[:kept, :kept] = np.array(flat, dtype=np.float64).reshape(old_size, old_size)[:kept, :kept]
-    return table
+
+    def __init__(self, shape: VectorShape) -> None:
+        self.table = np.zeros((0, 0))
+        self._shape = shape
+
+    def bring(self, vector: Vector, cluster: int, num_clusters: int) -> Vector:
+        """Return what ``cluster`` brings: ``vector`` at its place, among as many of zeros."""
+        brought = self._shape.times(num_clusters).zeros()
+        brought.piece(self._shape, cluster).add(vector)
+        return brought
+
+    def weigh(self, mean: Vector, samples: Sequence[float], cluster: int) -> Vector:
+        """Take the mean of what all brought, by samples; return that of ``cluster``, by past contributions too."""
+        self.table = resized(self.table, len(samples))
+        present = [number for number, amount in enumerate(samples) if amount > 0]
+        vectors = [mean.piece(self._shape, number).copy() for number in range(len(samples))]
+        of_clusters = shares(samples)
+        for number in present:
+            vectors[number].scale(1.0 / of_clusters[number])
+        mixed = mixing_shares(samples, mixing_weights(self.table, cluster, present))
+        gram = np.array([[one.dot(other) for other in vectors] for one in vectors])
+        self.table = update_contributions(self.table, gram, present)
+        return combine(vectors, mixed.tolist())
+
+
+def resized(table: Floats, size: int) -> Floats:
+    """Return a table for ``size`` clusters, with what ``table`` says of them."""
+    found = np.zeros((size, size))
+    kept = min(size, len(table))
+    found[:kept, :kept] = table[:kept, :kept]
+    return found
 
 
 def update_contributions(

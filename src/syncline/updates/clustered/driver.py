@@ -9,23 +9,21 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from syncline.errors import DeadlineError, PeerLostError, SynclineError, UpdateError, accusing
-from syncline.fabric import GivenUpError, Progress
+from syncline.fabric import GivenUpError
 from syncline.members import describe_ranks
 from syncline.observe import Trace
 from syncline.runtime import Communicator
 from syncline.runtime.failures import AS_MANY_BATCHES, LOOK
 from syncline.runtime.port import BULK_CLASS, Port
-from syncline.updates.clustered.contribution import resized
 from syncline.updates.clustered.instructions import Abandon, Enter, Instruction, Run, Send, Stop
 from syncline.updates.clustered.mailbox import decode_envelope, encode_envelope
-from syncline.updates.clustered.messages import NO_PROPOSAL, Agreed, Contribution, Envelope, Measurement, Proposal
+from syncline.updates.clustered.messages import Agreed, Clusters, Contribution, Envelope, Measurement
 from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.outer_rounds import OuterRounds
-from syncline.updates.clustered.record_schedule import Record, RecordSchedule
+from syncline.updates.clustered.record_schedule import Record
 from syncline.updates.clustered.recorder import Recorder
 from syncline.updates.clustered.statistics import ClusteredStatistics
 from syncline.updates.flat import Vector, VectorShape, combine, shares
@@ -49,40 +47,23 @@ class VectorArithmetic:
         return combine([one.payload for one in given], shares([one.samples for one in given]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What a rank's part in the protocol is made of."""
-
-    job: str
-    clusters: tuple[tuple[int, ...], ...]
-    record_schedule: RecordSchedule
-    is_uniform: bool
-    quorum: float
-    stream: int
-    timeout_s: float
-    reclusters: bool = False
-
-
 class ClusterDriver(Driver):
     """Joins the protocol to the fabric and to the training thread."""
 
     def __init__(
-        self, port: Port, job: Communicator, shape: VectorShape, part: Part, trace: Trace, progress: Progress
+        self,
+        port: Port,
+        job: Communicator,
+        shape: VectorShape,
+        node: Node,
+        *,
+        stream: int,
+        timeout_s: float,
+        trace: Trace,
     ) -> None:
-        topology = job.topology
-        self._part = part
-        self._topology = topology
-        self._node = Node(
-            job=part.job,
-            rank=port.rank,
-            clusters=part.clusters,
-            record_schedule=part.record_schedule,
-            arithmetic=VectorArithmetic(),
-            shares_results=part.is_uniform,
-            quorum=part.quorum,
-            reclusters=part.reclusters,
-        )
-        super().__init__(port, self._node.view.membership, timeout_s=part.timeout_s, progress=progress)
+        self._topology = job.topology
+        self._node = node
+        super().__init__(port, node.view.membership, timeout_s=timeout_s, progress=job.progress)
         self._job = job
         self._began_s = 0.0
         self._has_told_wait = False
@@ -90,15 +71,13 @@ class ClusterDriver(Driver):
         self._recorder = Recorder(trace, self._node.view)
         self._shape = shape
         self._mailbox = Mailbox(
-            MessageStream(port, part.stream, urgency=TEXT_URGENCY),
-            MessageStream(port, part.stream, urgency=VECTOR_URGENCY, connection_class=BULK_CLASS),
+            MessageStream(port, stream, urgency=TEXT_URGENCY),
+            MessageStream(port, stream, urgency=VECTOR_URGENCY, connection_class=BULK_CLASS),
             decode=partial(decode_envelope, shape=shape),
             on_message=self._hear,
             on_lost=self._lose,
         )
-        self._outer_rounds = OuterRounds(
-            port, topology, stream=part.stream, view=self._node.view, is_uniform=part.is_uniform
-        )
+        self._outer_rounds = OuterRounds(port, self._topology, stream=stream)
         self._entered: deque[tuple[Record, Agreed]] = deque()
         self._is_over = False
         self._interceptor: Interceptor | None = None
@@ -111,11 +90,11 @@ class ClusterDriver(Driver):
         self._port.call_soon(self._begin)
 
     def provide(
-        self, *, samples: float, payload: Vector | None, measurement: Measurement = (), proposal: Proposal = NO_PROPOSAL
+        self, *, samples: float, payload: Vector | None, measurement: Measurement = (), clusters: Clusters = ()
     ) -> None:
         """Give what the next record needs; the payload must not change any more."""
         self.raise_failure()
-        self._port.call_soon(self._provide, samples, payload, measurement, proposal)
+        self._port.call_soon(self._provide, samples, payload, measurement, clusters)
 
     def measurements(self) -> dict[int, Measurement]:
         """Return what this rank heard of others if it is the one whose proposal counts in this term; else nothing."""
@@ -179,9 +158,9 @@ class ClusterDriver(Driver):
         self._perform(self._node.begin())
         self._watch()
 
-    def _provide(self, samples: float, payload: Vector | None, measurement: Measurement, proposal: Proposal) -> None:
+    def _provide(self, samples: float, payload: Vector | None, measurement: Measurement, clusters: Clusters) -> None:
         self._recorder.provided()
-        self._perform(self._node.provide(samples=samples, payload=payload, measurement=measurement, proposal=proposal))
+        self._perform(self._node.provide(samples=samples, payload=payload, measurement=measurement, clusters=clusters))
 
     def _hear(self, peer: int, envelope: Envelope) -> None:
         self._mailbox.listen(peer)
@@ -259,8 +238,7 @@ class ClusterDriver(Driver):
                     self._changed.notify_all()
             elif isinstance(instruction, Run):
                 self._recorder.began(instruction, self._outer_rounds.sent_bytes)
-                result = self._node.member.result
-                self._outer_rounds.run(instruction, result.contributions if result else (), self._finish)
+                self._outer_rounds.run(instruction, self._finish)
             elif isinstance(instruction, Abandon):
                 self._outer_rounds.abandon(instruction.record, instruction.participants)
             else:
@@ -278,14 +256,13 @@ class ClusterDriver(Driver):
         if view.cluster_of(message.peer, term) == view.own_cluster(term):
             self._sent_bytes_inside += num_bytes
 
-    def _finish(self, run: Run, payload: Vector, contributions: tuple[float, ...]) -> None:
+    def _finish(self, run: Run, payload: Vector) -> None:
         self._recorder.ended(run, self._outer_rounds.sent_bytes)
         instructions = self._node.finish_outer_round(
             record=run.record,
             participants=run.participants,
             samples=run.samples,
             payload=payload,
-            contributions=contributions,
         )
         self._perform(instructions)
 
@@ -309,13 +286,11 @@ class ClusterDriver(Driver):
         clusters = view.clusters(node.term)
         result = node.member.result
         size = len(clusters)
-        table = resized(result.contributions, size) if result is not None and result.contributions else None
         return ClusteredStatistics(
             clusters=clusters,
             servers=tuple(view.server(cluster, node.term) for cluster in range(size)),
             term=node.term,
             period=node.member.next_record.period,
-            contributions=None if table is None else tuple(tuple(row) for row in table.tolist()),
             samples_of_clusters=result.samples if result is not None else None,
             sent_bytes_inside=self._sent_bytes_inside,
             sent_bytes_between=self._mailbox.sent_bytes.total()

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from syncline.updates.clustered.messages import (
-    NO_PROPOSAL,
     Agreed,
+    Clusters,
     Contribution,
     Join,
     Measurement,
     Message,
     Payload,
-    Proposal,
 )
 from syncline.updates.clustered.record_schedule import Kind, Record, RecordSchedule
 from syncline.updates.clustered.view import View
@@ -51,7 +50,8 @@ class Provided:
     samples: float
     payload: Payload = field(repr=False)
     measurement: Measurement = ()
-    proposal: Proposal = NO_PROPOSAL
+    clusters: Clusters = ()
+    """Those that it proposes for the next term, none to keep the old ones."""
 
 
 class Member:

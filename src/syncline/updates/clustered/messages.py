@@ -26,17 +26,6 @@ Measurement = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
-    """New clusters from the next term on, none to keep the old ones; and what optimizer state is to move with ranks."""
-
-    clusters: Clusters = ()
-    state: tuple[str, ...] = ()
-
-
-NO_PROPOSAL = Proposal()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
     """A member to a server: I follow you in this term; the newest record that I hold is ``index`` (-1: none)."""
 
@@ -69,12 +58,8 @@ class Agreed:
     term: int
     index: int
     samples: tuple[float, ...]
-    contributions: tuple[float, ...] = ()
-    """After a result: the table of contributions, row by row; what a next server needs beside the records."""
     clusters: Clusters = ()
     """After a term: the clusters of the next one, if they are others."""
-    state: tuple[str, ...] = ()
-    """With new clusters: the optimizer state that moves with ranks."""
     payload: Payload = field(default=None, compare=False, repr=False)
 
 
@@ -99,7 +84,6 @@ class Ready:
     measurements: tuple[tuple[int, Measurement], ...] = ()
     clusters: Clusters = ()
     """What this server proposes; that of the first participant is agreed, with the outer round itself."""
-    state: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

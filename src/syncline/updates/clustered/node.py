@@ -9,8 +9,8 @@ from syncline.members import Quorum
 from syncline.updates.clustered.instructions import Arithmetic, Enter, Instruction, Send, Stop
 from syncline.updates.clustered.member import Member, MemberState, Provided
 from syncline.updates.clustered.messages import (
-    NO_PROPOSAL,
     Agreed,
+    Clusters,
     Contribution,
     Envelope,
     Farewell,
@@ -20,7 +20,6 @@ from syncline.updates.clustered.messages import (
     Notice,
     Participants,
     Payload,
-    Proposal,
     Ready,
     Supply,
 )
@@ -33,8 +32,7 @@ class Node:
     """Decides for one rank.
 
     ``quorum`` is the part of the ranks that must be alive for this one to go on: one that was cut off from most others
-    stops, instead of training on by itself (see :mod:`syncline.members`). ``shares_results`` says that an
-    exchange's result is the same for all clusters, so that one who has it can give it to the others.
+    stops, instead of training on by itself (see :mod:`syncline.members`).
     """
 
     def __init__(
@@ -45,7 +43,6 @@ class Node:
         clusters: Sequence[Sequence[int]],
         record_schedule: RecordSchedule,
         arithmetic: Arithmetic,
-        shares_results: bool = True,
         quorum: float = 0.5,
         reclusters: bool = False,
     ) -> None:
@@ -58,7 +55,6 @@ class Node:
         self.departed: set[int] = set()
         self.stopped: str | None = None
         self._arithmetic = arithmetic
-        self._shares_results = shares_results
         self._quorum = Quorum(part=quorum)
         self.measurements: dict[int, Measurement] = {}
         """The newest that this rank, as a server, heard of each rank."""
@@ -83,7 +79,7 @@ class Node:
         return self._flush()
 
     def provide(
-        self, *, samples: float, payload: Payload, measurement: Measurement = (), proposal: Proposal = NO_PROPOSAL
+        self, *, samples: float, payload: Payload, measurement: Measurement = (), clusters: Clusters = ()
     ) -> list[Instruction]:
         """Note that what the next record needs of this rank is in place."""
         if self.stopped is None:
@@ -92,7 +88,7 @@ class Node:
                 samples=samples,
                 payload=payload,
                 measurement=measurement,
-                proposal=proposal,
+                clusters=clusters,
             )
             self._post(self.member.provide(provided))
         return self._flush()
@@ -149,12 +145,11 @@ class Node:
         participants: Participants,
         samples: tuple[float, ...],
         payload: Payload,
-        contributions: tuple[float, ...] = (),
     ) -> list[Instruction]:
         """Take the outcome of the outer round that was asked for."""
         server = self.servers.get(record.term)
         if server is not None and self.stopped is None:
-            server.finish_outer_round(record, participants, samples, (payload, contributions))
+            server.finish_outer_round(record, participants, samples, payload)
             self._gather(server)
         return self._flush()
 
@@ -301,7 +296,6 @@ class Node:
                 self.member,
                 self._arithmetic,
                 term=term,
-                shares_results=self._shares_results,
             )
         return self.servers[term]
 

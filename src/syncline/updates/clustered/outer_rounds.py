@@ -1,13 +1,8 @@
-"""The servers' outer rounds, reckoned and moved: a weighted mean of all clusters' vectors for each of them.
+"""The servers' outer rounds, reckoned and moved: the mean of what all clusters bring, weighted by samples.
 
-- The mean is the same for all: one all-reduce of what each brings, weighted by its share. A server sends
-  about 2 (C-1)/C of a vector, however many clusters there are.
-- Each cluster weights the others in its own way (`Clustered.literal()`, but not in averages of parameters): one
-  all-gather, so that each server has all vectors, and reckons its own mean and the new table of contributions. A server
-  receives C-1 vectors.
-
-Both run on the schedule that the planner finds for the servers' part of the network, slice by slice, as the engine's
-reference does (:mod:`syncline.runtime.slicerun`).
+It is one all-reduce of what each brings, times its share, on the schedule that the planner finds for the servers' part
+of the network, slice by slice, as the engine's reference does (:mod:`syncline.runtime.slicerun`). A server sends about
+2 (C-1)/C of a vector, however many clusters there are.
 """
 
 from __future__ import annotations
@@ -17,7 +12,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import cast
 
-import numpy as np
 import torch
 
 from syncline.fabric import Transport
@@ -26,21 +20,13 @@ from syncline.runtime.dataflow import Dataflows
 from syncline.runtime.port import BULK_CLASS, Port
 from syncline.runtime.slicerun import SliceRun
 from syncline.runtime.tags import NUMBER_MASK, first_tag
-from syncline.schedule import Collective, Layout, Schedule, Target, choose
+from syncline.schedule import Collective, Layout, Schedule, choose
 from syncline.tensors.memory import bytes_of, reduction_for
 from syncline.topology import Topology
-from syncline.updates.clustered.contribution import (
-    MIN_WEIGHT,
-    mixing_shares,
-    mixing_weights,
-    resized,
-    update_contributions,
-)
 from syncline.updates.clustered.instructions import Run
 from syncline.updates.clustered.messages import Participants
-from syncline.updates.clustered.record_schedule import Kind, Record
-from syncline.updates.clustered.view import View
-from syncline.updates.flat import Vector, combine, shares
+from syncline.updates.clustered.record_schedule import Record
+from syncline.updates.flat import Vector, shares
 
 SLICE_BYTES = 1 << 20
 MAX_SCHEDULES = 256
@@ -51,29 +37,31 @@ URGENCY = 1
 """After the heads and payloads of messages: those, others wait for."""
 
 Parts = Sequence[tuple[torch.Tensor, Layout]]
-Finish = Callable[[Run, Vector, tuple[float, ...]], None]
+Finish = Callable[[Run, Vector], None]
 
 
 class OuterRounds:
     """Runs the outer rounds that the protocol asks for. On the loop's thread alone."""
 
-    def __init__(self, port: Port, topology: Topology, *, stream: int, view: View, is_uniform: bool) -> None:
+    def __init__(self, port: Port, topology: Topology, *, stream: int) -> None:
         self._port = port
         self._topology = topology
         self._stream = stream
-        self._view = view
-        self._is_uniform = is_uniform
-        self._schedules: dict[tuple[Participants, Collective], Schedule] = {}
+        self._schedules: dict[Participants, Schedule] = {}
         self._calls: dict[tuple[int, Participants], ServersCall] = {}
         self._abandoned: list[ServersCall] = []
         self.sent_bytes = 0
 
-    def run(self, run: Run, contributions: tuple[float, ...], finish: Finish) -> None:
-        """Begin an outer round; ``contributions`` is the table as this cluster knows it."""
-        if self._is_uniform or run.record.kind is Kind.AVERAGE:
-            self._run_shared(run, contributions, finish)
-        else:
-            self._run_cosine(run, contributions, finish)
+    def run(self, run: Run, finish: Finish) -> None:
+        """Begin an outer round."""
+        place = [server for _, server in run.participants].index(self._port.rank)
+        mean: Vector = run.payload.copy().scale(shares(run.samples)[place])
+        schedule = self._schedule(run.participants, mean.shape.num_bytes)
+        parts = [
+            (part, Layout.build(schedule, part.numel(), max(1, SLICE_BYTES // part.element_size())))
+            for part in mean.parts
+        ]
+        self._start(run, schedule, parts, lambda: finish(run, mean))
 
     def abandon(self, record: Record, participants: Participants) -> None:
         """Give up an outer round."""
@@ -82,61 +70,13 @@ class OuterRounds:
             call.abandon()
             self._abandoned.append(call)
 
-    def _run_shared(self, run: Run, contributions: tuple[float, ...], finish: Finish) -> None:
-        mean = run.payload.copy().scale(shares(run.samples)[_place(run, self._port.rank)])
-        schedule = self._schedule(run.participants, Collective.ALL_REDUCE, mean.shape.num_bytes)
-        parts = [
-            (part, Layout.build(schedule, part.numel(), max(1, SLICE_BYTES // part.element_size())))
-            for part in mean.parts
-        ]
-        self._start(run, schedule, parts, lambda: finish(run, mean, contributions))
-
-    def _run_cosine(self, run: Run, contributions: tuple[float, ...], finish: Finish) -> None:
-        """Gather all vectors: part by part, those of all clusters one after the other."""
-        own: Vector = run.payload
-        place = _place(run, self._port.rank)
-        num = len(run.participants)
-        schedule = self._schedule(run.participants, Collective.ALL_GATHER, num * own.shape.num_bytes)
-        gathered = [torch.empty(num * part.numel(), dtype=part.dtype) for part in own.parts]
-        for whole, part in zip(gathered, own.parts, strict=True):
-            whole[place * part.numel() : (place + 1) * part.numel()].copy_(part)
-        parts = [(whole, Layout.build(schedule, whole.numel(), max(1, whole.numel()))) for whole in gathered]
-
-        def done() -> None:
-            vectors = [own.shape.empty() for _ in range(num)]
-            for number, whole in enumerate(gathered):
-                for vector, piece in zip(vectors, whole.chunk(num), strict=True):
-                    vector.parts[number].copy_(piece)
-            finish(run, *self._weigh(run, vectors, contributions))
-
-        self._start(run, schedule, parts, done)
-
-    def _weigh(
-        self, run: Run, vectors: list[Vector], contributions: tuple[float, ...]
-    ) -> tuple[Vector, tuple[float, ...]]:
-        """Return this cluster's mean, weighted by past contributions, and the table with this period in it."""
-        size = len(self._view.clusters(run.record.term))
-        table = resized(contributions, size)
-        present = [cluster for cluster, _ in run.participants]
-        own = present[_place(run, self._port.rank)]
-        weights = mixing_weights(table, own, present, min_weight=MIN_WEIGHT)
-        mixed = mixing_shares(run.samples, weights[present])
-        gram = np.zeros((size, size))
-        for i, first in enumerate(present):
-            for j, second in enumerate(present[: i + 1]):
-                gram[first, second] = gram[second, first] = vectors[i].dot(vectors[j])
-        updated = update_contributions(table, gram, present)
-        return combine(vectors, mixed.tolist()), tuple(updated.ravel().tolist())
-
-    def _schedule(self, participants: Participants, collective: Collective, num_bytes: int) -> Schedule:
-        key = (participants, collective)
-        if key not in self._schedules:
+    def _schedule(self, participants: Participants, num_bytes: int) -> Schedule:
+        if participants not in self._schedules:
             if len(self._schedules) >= MAX_SCHEDULES:
                 self._schedules.clear()
             servers = self._topology.restricted([rank for _, rank in participants])
-            target: Target = "rank_order" if collective is Collective.ALL_GATHER else "balanced"
-            self._schedules[key] = choose(servers, collective, num_bytes, target=target)
-        return self._schedules[key]
+            self._schedules[participants] = choose(servers, Collective.ALL_REDUCE, num_bytes)
+        return self._schedules[participants]
 
     def _start(self, run: Run, schedule: Schedule, parts: Parts, done: Callable[[], None]) -> None:
         key = (run.record.index, run.participants)
@@ -175,6 +115,7 @@ class ServersCall:
     ) -> None:
         self.transport = cast("Transport", self)  # of which slices use three methods
         self.temporary_bytes = 0
+        self.on_crash: Callable[[Exception], None] = _crash
         self.sent_bytes = 0
         self._port = port
         self._ranks = tuple(ranks)
@@ -259,10 +200,6 @@ class ServersCall:
     def heard(self, peer: int) -> None:
         """Note nothing: whoever is lost, the members' protocol knows."""
 
-    def on_crash(self, error: Exception) -> None:
-        """Let the loop's owner hear of our own mistake."""
-        raise error
-
     def _ended(self, run: SliceRun) -> None:  # noqa: ARG002 - any of them
         self._num_open -= 1
         if not self._num_open:
@@ -273,5 +210,6 @@ class ServersCall:
             self._on_done()
 
 
-def _place(run: Run, rank: int) -> int:
-    return [server for _, server in run.participants].index(rank)
+def _crash(error: Exception) -> None:
+    """Let the loop's owner hear of our own mistake."""
+    raise error

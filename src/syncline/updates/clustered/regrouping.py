@@ -7,7 +7,7 @@ The protocol hands measurements to the servers and makes one server's proposal p
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from syncline.errors import ConfigurationError
@@ -15,8 +15,7 @@ from syncline.machines.clustering import keep_numbers, reconsider
 from syncline.machines.features import Feature
 from syncline.machines.inventory import Inventory
 from syncline.updates.clustered.grouping import Clusters, ranks_of
-from syncline.updates.clustered.messages import NO_PROPOSAL, Measurement, Proposal
-from syncline.updates.clustered.moving import can_move
+from syncline.updates.clustered.messages import Measurement
 
 _log = logging.getLogger(__name__)
 
@@ -31,18 +30,15 @@ class Regrouping:
 
     def propose(
         self, clusters: Clusters, measurements: Mapping[int, Measurement], *, living: Collection[int]
-    ) -> Proposal:
-        """Return the clusters that the ranks' measurements make, if they are clearly better than ``clusters``.
+    ) -> Clusters:
+        """Return the clusters that the ranks' measurements make, if they are clearly better than ``clusters``; or none.
 
         Hosts of which no rank is among the ``living`` are not compared; their ranks stay in the cluster of that number.
         """
-        measurements = {rank: measurement for rank, measurement in measurements.items() if rank in living}
-        told = {rank: dict(measurement) for rank, measurement in measurements.items()}
-        state = tuple(sorted({name for measurement in told.values() for name in measurement["state"]}))
-        if not told or not can_move(state):
-            return NO_PROPOSAL
-        topology = self.inventory.topology
-        newer = self._of_hosts({rank: dict(measurement["features"]) for rank, measurement in told.items()})
+        told = {rank: dict(measurement) for rank, measurement in measurements.items() if rank in living}
+        if not told:
+            return ()
+        topology, newer = self.inventory.topology, self._of_hosts(told)
         cluster_of = {rank: number for number, ranks in enumerate(clusters) for rank in ranks}
         hosts = [host for host in topology.hosts if any(rank.rank in living for rank in host.ranks)]
         labels = [cluster_of[host.ranks[0].rank] for host in hosts]
@@ -51,12 +47,12 @@ class Regrouping:
             found = reconsider(table.vectors, labels, num_clusters=self.num_clusters, seed=self.seed)
         except ConfigurationError as error:  # what divided the machines at the start may not divide them now
             _log.warning("clusters stay as they are: %s", error)
-            return NO_PROPOSAL
+            return ()
         if found is None:
-            return NO_PROPOSAL
+            return ()
         proposed = _with_the_dead(keep_numbers(ranks_of(hosts, found.clusters), clusters), cluster_of)
         _log.info("new clusters: ranks %s in place of %s (%s)", proposed, clusters, found.reason)
-        return Proposal(clusters=proposed, state=state)
+        return proposed
 
     def _of_hosts(self, features: Mapping[int, Mapping[str, Feature]]) -> dict[str, Mapping[str, Feature]]:
         """Return what the first rank of each host that told anything told of it."""
@@ -75,8 +71,3 @@ def _with_the_dead(clusters: Clusters, cluster_of: Mapping[int, int]) -> Cluster
         if rank not in placed:
             ranks_of_cluster[number if number < len(clusters) else 0].append(rank)
     return tuple(tuple(sorted(ranks)) for ranks in ranks_of_cluster)
-
-
-def measurement_of(features: Mapping[str, Feature], state: Sequence[str]) -> Measurement:
-    """Return what a rank tells: its machine's features over past periods, and the names of its optimizer state."""
-    return (("features", tuple(sorted(features.items()))), ("state", tuple(state)))

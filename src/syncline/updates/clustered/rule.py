@@ -53,10 +53,9 @@ class Clustered:
     Clusters are made when the training starts. With ``recluster_every`` above 0, after every so many terms one server
     looks at the mean of what each machine measured in past periods (clocks, free memory, and its own seconds for a
     batch), and proposes new clusters if their silhouette is clearly higher; that is agreed together with the average of
-    the parameters, and ranks that come together begin with the mean of their optimizers' state. It needs ``averages``,
-    and clusters that were not written down; where optimizer state cannot be averaged (tensors of another shape or type
-    than the parameters) clusters stay. ``optimizer.statistics()`` tells what a machine measured: ``history`` in each
-    period, ``features`` on average.
+    the parameters, and the optimizers of clusters that have changed begin anew, without state. It needs ``averages``,
+    and clusters that were not written down. ``optimizer.statistics()`` tells what a machine measured: ``history`` in
+    each period, ``features`` on average.
 
     Each rank keeps four vectors of the size of the gradients beside them (with ``forecast`` five), and a temporary
     server one for each member. Clusters' parameters are equal when a term has ended; ``optimizer.end_period()`` ends

@@ -18,21 +18,23 @@ after every live member joined it, and from then on none of them listens to its 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 
 from syncline.updates.clustered.instructions import Abandon, Arithmetic, Run
-from syncline.updates.clustered.member import Member
+from syncline.updates.clustered.member import Member, Provided
 from syncline.updates.clustered.messages import (
     Agreed,
+    Clusters,
     Contribution,
     Join,
+    Measurement,
     Message,
     Participants,
     Payload,
     Ready,
     Supply,
 )
-from syncline.updates.clustered.outer_round import OuterRound, OuterRoundState
 from syncline.updates.clustered.record_schedule import Kind, Record, RecordSchedule
 from syncline.updates.clustered.view import View
 
@@ -49,11 +51,106 @@ class ServerState(Enum):
     CLOSED = "closed"
 
 
-_OF_COUNCIL = {
-    OuterRoundState.READYING: ServerState.READYING,
-    OuterRoundState.AVERAGING: ServerState.AVERAGING,
-    OuterRoundState.FETCHING: ServerState.FETCHING,
-}
+class OuterRound:
+    """An outer round, as one cluster's server sees it: who takes part, who has the result, and what is to be done.
+
+    Each server tells all others that it is *ready*, naming the participants that it knows of and whether it has the
+    result. Once it heard so from all of them, for the same participants, it knows what they all know, and decides as
+    they all do:
+
+    - nobody has the result: they exchange;
+    - some have it: the first of them sends it to those who lack it;
+    - everybody has it: nothing is to be done.
+
+    When a participant dies its cluster draws another one, or is dead as a whole; either way the participants are
+    others, and all servers start over with being ready. A server that was done says so again: so whoever was left
+    behind is helped, and what one cluster has applied all will apply. What a cluster brings to an outer round is held
+    by all its members before its server is ready; therefore its next server brings the very same.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        record: Record,
+        provided: Provided,
+        *,
+        measurements: Mapping[int, Measurement],
+        has_result: bool,
+    ) -> None:
+        self.record = record
+        self.has_result = has_result
+        self._view = view
+        self._cluster = view.own_cluster(record.term)
+        self.clusters: Clusters = ()
+        """Those of the next term, as the first participant proposed; none: the same."""
+        self._provided = provided
+        self._measurements = tuple(sorted(measurements.items()))
+        self._announced: Participants | None = None
+        self._heard: dict[Participants, dict[int, Ready]] = {}
+        self._decided: Participants | None = None
+        self._running: Participants | None = None
+
+    def __repr__(self) -> str:
+        return f"<OuterRound of record {self.record.index}: {self.state.value}>"
+
+    @property
+    def state(self) -> ServerState:
+        """How far it is, until it has a result."""
+        if self._running is not None:
+            return ServerState.AVERAGING
+        return ServerState.READYING if self._decided != self._announced else ServerState.FETCHING
+
+    def refresh(self) -> tuple[list[Abandon], list[tuple[int, Ready]]]:
+        """Be ready for those who take part now, if they are others than before."""
+        participants = self._view.participants(self.record.term)
+        if participants == self._announced:
+            return [], []
+        abandoned = [] if self._running is None else [Abandon(record=self.record, participants=self._running)]
+        self._running = None
+        self._announced = participants
+        ready = Ready(
+            term=self.record.term,
+            index=self.record.index,
+            cluster=self._cluster,
+            participants=participants,
+            samples=self._provided.samples,
+            has_result=self.has_result,
+            measurements=self._measurements,
+            clusters=self._provided.clusters,
+        )
+        self.hear(ready)
+        return abandoned, [(server, ready) for _, server in participants if server != self._view.rank]
+
+    def hear(self, ready: Ready) -> None:
+        """Note what a server said. A server says it once for each set of participants."""
+        self._heard.setdefault(ready.participants, {})[ready.cluster] = ready
+
+    def decide(self) -> tuple[list[Run], list[int]]:
+        """Return what is to be done once all are ready: run the outer round, or send the result to some servers."""
+        assert self._announced is not None
+        said = self._heard.get(self._announced, {})
+        if self._decided == self._announced or len(said) < len(self._announced):
+            return [], []
+        self._decided = self._announced
+        servers = dict(self._announced)
+        lacking = [cluster for cluster in servers if not said[cluster].has_result]
+        holders = [cluster for cluster in servers if said[cluster].has_result]
+        if holders:
+            return [], [servers[cluster] for cluster in lacking] if self._cluster == holders[0] else []
+        self._running = self._announced
+        self.clusters = said[self._announced[0][0]].clusters
+        samples = tuple(said[cluster].samples for cluster in servers)
+        payload = self._provided.payload
+        return [Run(record=self.record, participants=self._announced, samples=samples, payload=payload)], []
+
+    def finish(self, participants: Participants) -> bool:
+        """Note that the outer round among ``participants`` is over; whether its result is this cluster's."""
+        if self._running != participants:
+            return False
+        self._running = None
+        is_new = not self.has_result
+        self.has_result = True
+        return is_new
 
 
 class Server:
@@ -67,7 +164,6 @@ class Server:
         arithmetic: Arithmetic,
         *,
         term: int,
-        shares_results: bool,
     ) -> None:
         self.term = term
         self.state = ServerState.OPENING
@@ -77,7 +173,6 @@ class Server:
         self._record_schedule = record_schedule
         self._member = member
         self._arithmetic = arithmetic
-        self._shares_results = shares_results
         self._positions: dict[int, int] = {}
         self._contributions: dict[int, dict[int, Contribution]] = {}
         self._supplied: tuple[int, int] | None = None
@@ -138,24 +233,21 @@ class Server:
         record: Record,
         participants: Participants,
         samples: tuple[float, ...],
-        result: tuple[Payload, tuple[float, ...]],
+        payload: Payload,
     ) -> None:
-        """Take the payload of the outer round that was asked for, and the new table of contributions."""
+        """Take the payload of the outer round that was asked for."""
         outer_round = self._outer_rounds.get(record.index)
         if outer_round is None or not outer_round.finish(participants):
             return
         of_cluster = [0.0] * len(self._view.clusters(self.term))
         for (cluster, _), amount in zip(participants, samples, strict=True):
             of_cluster[cluster] = amount
-        payload, contributions = result
         self._hand_out(
             Agreed(
                 term=self.term,
                 index=record.index,
                 samples=tuple(of_cluster),
-                contributions=contributions,
-                clusters=outer_round.proposal.clusters,
-                state=outer_round.proposal.state,
+                clusters=outer_round.clusters,
                 payload=payload,
             )
         )
@@ -202,7 +294,7 @@ class Server:
         contributions = self._contributions.get(record.index, {})
         outer_round = self._outer_rounds.get(record.index)
         if outer_round is not None and not outer_round.has_result:
-            self.state = _OF_COUNCIL[outer_round.state]
+            self.state = outer_round.state
         elif any(rank not in contributions for rank in live):
             self.state = ServerState.COLLECTING
         elif record.kind is Kind.MEAN:
@@ -240,7 +332,6 @@ class Server:
             self._member.provided[record.index],
             measurements={rank: message.measurement for rank, message in contributions.items() if message.measurement},
             has_result=has_result,
-            is_shared=self._shares_results or record.kind is Kind.AVERAGE,
         )
         self._outer_rounds[record.index] = outer_round
         for message in self._early:
@@ -248,13 +339,6 @@ class Server:
                 outer_round.hear(message)
         self._early = [message for message in self._early if message.index > record.index]
         self._convene(outer_round)
-
-    def _finish_alone(self, run: Run) -> None:
-        """Finish where no cluster is left, or none has anything, to exchange: nothing changes, nor does the table."""
-        held = self._member.result
-        self.finish_outer_round(
-            run.record, run.participants, run.samples, (None, () if held is None else held.contributions)
-        )
 
     def _convene(self, outer_round: OuterRound) -> None:
         abandoned, messages = outer_round.refresh()
@@ -266,10 +350,11 @@ class Server:
         runs, receivers = outer_round.decide()
         for run in runs:
             if len(run.participants) == 1 or (run.record.kind is Kind.RESULT and not any(run.samples)):
-                self._finish_alone(run)
+                # No cluster is left, or none has anything, to exchange: nothing changes.
+                self.finish_outer_round(run.record, run.participants, run.samples, None)
             else:
                 self.instructions.append(run)
         held = self._member.held(outer_round.record.index)
         self.outbox += [(server, held) for server in receivers if held is not None]
         if not outer_round.has_result:
-            self.state = _OF_COUNCIL[outer_round.state]
+            self.state = outer_round.state

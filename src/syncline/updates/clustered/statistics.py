@@ -18,8 +18,6 @@ class ClusteredStatistics:
     """The temporary server of each cluster in this term; None if the cluster is dead."""
     term: int
     period: int
-    contributions: tuple[tuple[float, ...], ...] | None
-    """Row c, column k: what cluster k contributed to c; None unless ``literal``, which needs a table."""
     samples_of_clusters: tuple[float, ...] | None
     """Samples of each cluster in the newest outer round, its weight in the mean: 0 for one that had no part."""
     sent_bytes_inside: int
@@ -30,6 +28,8 @@ class ClusteredStatistics:
     dead: tuple[int, ...]
     state: str
     """What this rank does as a member."""
+    contributions: tuple[tuple[float, ...], ...] | None = None
+    """Row c, column k: what cluster k contributed to c; None unless ``literal``, which needs a table."""
     features: Mapping[str, float | str] = field(default_factory=dict, hash=False)
     """What this rank's machine measured, as the mean over its past periods."""
     history: tuple[Mapping[str, float | str], ...] = field(default=(), hash=False)

@@ -13,16 +13,17 @@ import torch
 from syncline.machines.inventory import Inventory
 from syncline.machines.measurement import read_machine
 from syncline.updates.bucket import Bucket
-from syncline.updates.clustered.driver import ClusterDriver, Part
+from syncline.updates.clustered.contribution import Contributions
+from syncline.updates.clustered.driver import ClusterDriver, VectorArithmetic
 from syncline.updates.clustered.grouping import Clusters, agree_on_clusters, measure_hosts
-from syncline.updates.clustered.messages import NO_PROPOSAL, Agreed, Measurement, Proposal
-from syncline.updates.clustered.moving import MovingState, num_vectors
+from syncline.updates.clustered.messages import Agreed, Measurement
+from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.pace import Pace
 from syncline.updates.clustered.period import Period
 from syncline.updates.clustered.record_schedule import Kind
-from syncline.updates.clustered.regrouping import Regrouping, measurement_of
+from syncline.updates.clustered.regrouping import Regrouping
 from syncline.updates.clustered.statistics import ClusteredStatistics
-from syncline.updates.flat import Vector, VectorShape, joined
+from syncline.updates.flat import Vector, VectorShape
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting
 from syncline.updates.whole import WholeUpdater
@@ -56,28 +57,33 @@ class ClusteredUpdater(WholeUpdater):
         sums = rule.period > 1 and not rule.is_literal and self.record_schedule.has_outer_rounds
         self._period = Period(forecast_weight=rule.forecast) if sums else None
         self._shape = VectorShape.of(self.buckets)
-        part = Part(
+        self._contributions = Contributions(self._shape) if rule.is_literal else None
+        name = f"clustered update {self.clusters} {self.record_schedule} literal={rule.is_literal}"
+        port = communicator.open_port(name)
+        node = Node(
             job=f"{SEED}/{stream}",
+            rank=port.rank,
             clusters=self.clusters,
             record_schedule=self.record_schedule,
-            is_uniform=not rule.is_literal,
+            arithmetic=VectorArithmetic(),
             quorum=rule.quorum,
-            stream=stream,
-            timeout_s=self.collectives.timeout_s,
             reclusters=rule.recluster_every > 0,
         )
-        name = f"clustered update {self.clusters} {self.record_schedule} literal={rule.is_literal}"
-        port, trace = communicator.open_port(name), self.collectives.trace
-        self._driver = ClusterDriver(port, communicator, self._shape, part, trace, communicator.progress)
+        self._driver = ClusterDriver(
+            port,
+            communicator,
+            self._shape,
+            node,
+            stream=stream,
+            timeout_s=self.collectives.timeout_s,
+            trace=self.collectives.trace,
+        )
         self._position = 0
         self._samples = 0.0
         self._present: Sequence[bool] = ()
         self._samples_of_period = 0.0
         self._samples_of_term = 0.0
         self._pace = Pace(gpu=gpu) if reads else None
-        self._moving_state = MovingState(self.buckets, self.optimizer, self._shape)
-        self._moving: tuple[str, ...] | None = None
-        """The state that is to be made equal in this cluster with the next mean; None if it is equal."""
         self._recluster_every = rule.recluster_every
         self._regrouping = Regrouping(
             inventory=self.inventory,
@@ -123,6 +129,9 @@ class ClusteredUpdater(WholeUpdater):
     def statistics(self) -> ClusteredStatistics:
         """Return the clusters, their servers, the contributions, what this rank sent, and its machine's history."""
         counted = self._driver.statistics()
+        if self._contributions is not None:
+            table = self._contributions.table.tolist()
+            counted = replace(counted, contributions=tuple(map(tuple, table)))
         if self._pace is None:
             return counted
         return replace(counted, features=self._pace.summary(), history=self._pace.periods)
@@ -151,22 +160,12 @@ class ClusteredUpdater(WholeUpdater):
             self._average()
 
     def _mean(self, samples: float, gradients: Vector | None) -> Vector | None:
-        """Return the cluster's mean; after a change of clusters, also take the mean of their optimizers' state."""
+        """Return the cluster's mean."""
         if self._pace is not None:
             self._pace.computed(is_batch=gradients is not None)
-        moving = self._moving
-        if not moving or gradients is None:
-            together = self._agree(samples, gradients, "cluster mean")
-        else:
-            vectors = [gradients, *self._moving_state.pack(moving)]
-            together = self._agree(samples, joined(vectors), "cluster mean")
+        mean: Vector | None = self._agree(samples, gradients, "cluster mean").payload
         if self._pace is not None:
             self._pace.began()
-        if not moving or together is None:
-            return together
-        mean, *state = (together.piece(self._shape, number) for number in range(1 + num_vectors(moving)))
-        self._moving_state.unpack(moving, state)
-        self._moving = None
         return mean
 
     def _outer(self, mean: Vector | None) -> Vector | None:
@@ -176,7 +175,13 @@ class ClusteredUpdater(WholeUpdater):
         if self._pace is not None:
             self._pace.end_period()
         own = brought if brought is not None else self._shape.zeros()
-        result = self._agree(samples, own, "exchange of clusters", measurement=self._measurement())
+        cluster = next(number for number, ranks in enumerate(self.clusters) if self.collectives.rank in ranks)
+        if self._contributions is not None:
+            own = self._contributions.bring(own, cluster, len(self.clusters))
+        agreed = self._agree(samples, own, "exchange of clusters", measurement=self._measurement())
+        result: Vector | None = agreed.payload
+        if self._contributions is not None and result is not None:
+            result = self._contributions.weigh(result, agreed.samples, cluster)
         if self._period is not None:
             return self._period.end(mean, result)
         return mean if result is None else result
@@ -188,7 +193,7 @@ class ClusteredUpdater(WholeUpdater):
             bucket.stage_parameters()
             part.copy_(bucket.wire_parameters)
         samples, self._samples_of_term = self._samples_of_term, 0.0
-        average = self._agree(samples, own, "average of parameters", proposal=self._propose())
+        average = self._agree(samples, own, "average of parameters", clusters=self._propose()).payload
         if average is None:
             return
         for bucket, part in zip(self.buckets, average.parts, strict=False):
@@ -201,30 +206,29 @@ class ClusteredUpdater(WholeUpdater):
         return self._recluster_every > 0 and (term + 1) % self._recluster_every == 0
 
     def _measurement(self) -> Measurement:
-        if not self._is_regrouping():
-            return ()
-        return measurement_of({} if self._pace is None else self._pace.summary(), self._moving_state.names())
+        """Return what this rank's machine measured in past periods, where clusters may follow from it."""
+        return tuple(sorted(self._pace.summary().items())) if self._is_regrouping() and self._pace is not None else ()
 
-    def _propose(self) -> Proposal:
+    def _propose(self) -> Clusters:
         """Return new clusters if this rank is the one to propose them, and finds better ones."""
         if not self._is_regrouping():
-            return NO_PROPOSAL
+            return ()
         start_s = time.monotonic()
         measurements = self._driver.measurements()
         living = self._driver.living
-        proposal = self._regrouping.propose(self.clusters, measurements, living=living) if measurements else NO_PROPOSAL
+        proposed = self._regrouping.propose(self.clusters, measurements, living=living)
         if self._pace is not None:
             self._pace.waited(time.monotonic() - start_s)  # this too is for others
-        return proposal
+        return proposed
 
     def _move(self, agreed: Agreed) -> None:
-        """Go on in a new cluster: its optimizers are made equal with its first mean, unless they are already."""
+        """Go on in a new cluster: its optimizers begin anew, and so are equal."""
         before = next(ranks for ranks in self.clusters if self.collectives.rank in ranks)
         self.clusters = agreed.clusters
-        if self._moving is not None or before not in self.clusters:
-            self._moving = agreed.state
-        if self._period is not None and before not in self.clusters:
-            self._period.forget()
+        if before not in self.clusters:
+            self.optimizer.state.clear()
+            if self._period is not None:
+                self._period.forget()
 
     def _agree(
         self,
@@ -233,11 +237,11 @@ class ClusteredUpdater(WholeUpdater):
         phase: str,
         *,
         measurement: Measurement = (),
-        proposal: Proposal = NO_PROPOSAL,
-    ) -> Vector | None:
-        """Provide what the next record needs, wait for it, and return its payload."""
+        clusters: Clusters = (),
+    ) -> Agreed:
+        """Provide what the next record needs, wait for it, and return it."""
         start_s = time.monotonic()
-        self._driver.provide(samples=samples, payload=payload, measurement=measurement, proposal=proposal)
+        self._driver.provide(samples=samples, payload=payload, measurement=measurement, clusters=clusters)
         record, agreed = self._driver.wait(phase)
         assert record.index == self._position, f"record {record.index} came in place of {self._position}"
         self._position += 1
@@ -248,8 +252,7 @@ class ClusteredUpdater(WholeUpdater):
             self._samples_of_term += agreed.samples[0]
         if agreed.clusters:
             self._move(agreed)
-        found: Vector | None = agreed.payload
-        return found
+        return agreed
 
     def _is_at_start(self) -> bool:
         if self._position == 0 or not self.record_schedule.has_outer_rounds:
