@@ -262,15 +262,11 @@ JOB_MUTANTS = (
         changes=(
             Change(
                 file="updates/overlapped/server.py",
-                before="        if push.round_number <= self.closed:\n            self._late[push.worker] += 1\n"
+                before="        if push.round_number <= self.closed:\n            self.late[push.worker] += 1\n"
                 "            return dropped\n"
-                "        contribution = Contribution(worker=push.worker, weight=push.weight, "
-                "iteration=push.iteration, place=push.place)\n"
-                "        self._held.setdefault(push.round_number, {})[push.worker] = contribution\n",
-                after="        contribution = Contribution(worker=push.worker, weight=push.weight, "
-                "iteration=push.iteration, place=push.place)\n"
-                "        number = max(push.round_number, self.closed + 1)\n"
-                "        self._held.setdefault(number, {})[push.worker] = contribution\n",
+                "        self._held.setdefault(push.round_number, {})[push.worker] = push\n",
+                after="        number = max(push.round_number, self.closed + 1)\n"
+                "        self._held.setdefault(number, {})[push.worker] = push\n",
             ),
         ),
         found_by=Simulation(scenario="overlapped", num_seeds=200),

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from syncline.updates.clustered.election import draw_order
 from syncline.updates.clustered.instructions import Enter, Instruction, Run, Send, Stop
 from syncline.updates.clustered.messages import Agreed, Contribution, Join, Ready
 from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.record_schedule import Kind, RecordSchedule
 from syncline.updates.clustered.server import Server, ServerState
+from syncline.updates.clustered.view import draw_order
 
 SECOND_STATES = {ServerState.LEVELLING, ServerState.FETCHING}
 """States that exist only after another server died while it handed something out."""

@@ -151,7 +151,9 @@ def train(rank: int, assignment: Assignment, stage: Stage) -> dict[str, Any]:
             model, torch.optim.SGD(model.parameters(), lr=0.05), rule, samples="batch"
         )
         fleet.barrier()
-        optimizer.training.updater._driver.intercept(stage.intercept)
+        driver = optimizer.training.updater._driver
+        perform = driver._perform
+        driver._perform = lambda instructions: perform(stage.intercept(driver._node, instructions))
         generator = torch.Generator().manual_seed(rank)
         gaps, last = [], time.monotonic()
         for _ in range(NUM_STEPS):

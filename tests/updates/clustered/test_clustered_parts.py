@@ -15,8 +15,7 @@ from syncline.schedule import Collective, Layout, choose
 from syncline.topology import Topology
 from syncline.updates.clustered.driver import VectorArithmetic
 from syncline.updates.clustered.grouping import check_clusters, group
-from syncline.updates.clustered.mailbox import decode_envelope, encode_envelope
-from syncline.updates.clustered.messages import Agreed, Contribution, Envelope, Join
+from syncline.updates.clustered.messages import Agreed, Contribution, Envelope, Join, decode_envelope, encode_envelope
 from syncline.updates.clustered.outer_rounds import ServersCall
 from syncline.updates.clustered.record_schedule import RecordSchedule
 from syncline.updates.flat import VectorShape, combine

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.updates.clustered import election
-from syncline.updates.clustered.election import draw_order, draw_server
+from syncline.updates.clustered.view import draw_order, draw_server
 
 RANKS = st.lists(st.integers(0, 1000), min_size=1, max_size=20, unique=True)
 

@@ -9,10 +9,10 @@ from clustered_killers import AskedKiller, ServerKiller, kill_one_who_hands_out
 from random_worlds import Proposer, random_world
 
 from syncline.errors import PeerLostError
-from syncline.updates.clustered.election import draw_server
 from syncline.updates.clustered.messages import Agreed, Contribution, Envelope, Farewell, Join, Ready, Supply
 from syncline.updates.clustered.record_schedule import Kind, RecordSchedule
 from syncline.updates.clustered.server import ServerState
+from syncline.updates.clustered.view import draw_server
 
 CLUSTERS = ((0, 1, 2), (3, 4), (5,))
 AGENDA = RecordSchedule(period=2, reelect_every=2, averages=True)

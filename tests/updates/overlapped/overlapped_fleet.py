@@ -10,12 +10,10 @@ import math
 from collections import Counter, deque
 from fractions import Fraction
 
-from syncline.updates.overlapped.clock import PeriodClock
 from syncline.updates.overlapped.events import (
     Average,
     Clear,
     End,
-    Fail,
     Fold,
     Keep,
     Lost,
@@ -27,7 +25,7 @@ from syncline.updates.overlapped.events import (
     Send,
 )
 from syncline.updates.overlapped.server import ServerShard
-from syncline.updates.overlapped.worker import BucketWorker
+from syncline.updates.overlapped.worker import BucketWorker, PeriodClock
 
 
 class FleetWorker:
@@ -99,7 +97,6 @@ class Fleet:
         self.runs: dict[tuple[int, int], tuple[int, int]] = {}
         self.closings: dict[int, tuple[int, ...]] = {}
         self.average: Fraction | None = None
-        self.failed: tuple[int, ...] | None = None
         self.num_places = 0
 
     def gradient(self, worker: int, number: int) -> int:
@@ -258,8 +255,6 @@ class Fleet:
                 assert self.workers[worker].down is None, "two replies at once"
                 value = self.cumulative if isinstance(instruction, Reply) else self.average
                 self.workers[worker].down = (instruction, value)
-            case Fail(missing=missing):
-                self.failed = missing
 
     def _mean(self, contributions) -> int:
         assert list(contributions) == sorted(contributions, key=lambda one: one.worker)
@@ -313,7 +308,7 @@ class Fleet:
         shard._accounts = {rank: _twin_account(account) for rank, account in shard._accounts.items()}
         shard._held = {round_number: dict(held) for round_number, held in shard._held.items()}
         shard._ends = dict(shard._ends)
-        shard._late, shard._unfinished, shard._outdated = shard._late.copy(), shard._unfinished.copy(), Counter()
+        shard.late, shard.unfinished, shard.outdated = shard.late.copy(), shard.unfinished.copy(), Counter()
         return other
 
     def key(self) -> tuple[object, ...]:

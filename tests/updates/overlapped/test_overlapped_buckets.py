@@ -13,10 +13,9 @@ from overlapped_training import one_step, start
 
 from small_regression import parameters_of
 from syncline.updates import Overlapped
-from syncline.updates.overlapped.clock import PeriodClock
 from syncline.updates.overlapped.events import End, Lost, Push, Replied, Reply, ReplyAverage, Send, Waiting
 from syncline.updates.overlapped.server import ServerShard
-from syncline.updates.overlapped.worker import BucketWorker
+from syncline.updates.overlapped.worker import BucketWorker, PeriodClock
 from thread_fleets import run_fleets
 
 Choice = tuple[str, int, int]

@@ -4,9 +4,7 @@ import torch
 
 from small_regression import make_adam, make_model, parameters_of
 from syncline.pytorch.flatten import flatten, plan_model, trained_parameters
-from syncline.updates.overlapped.forecast import Forecast
-from syncline.updates.overlapped.fused import stepping_at_once
-from syncline.updates.overlapped.rebase import Pulled, Rebase
+from syncline.updates.overlapped.rebase import Forecast, Pulled, Rebase, stepping_at_once
 
 NUM_WORKERS, SIZE, NUM_TURNS = 8, 200, 40
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from small_regression import make_adam, make_model
-from syncline.updates.overlapped.fused import stepping_at_once
+from syncline.updates.overlapped.rebase import stepping_at_once
 
 
 def stepped(make: Callable[..., torch.optim.Optimizer], *, num_fused: int) -> list[torch.Tensor]:

@@ -34,7 +34,7 @@ def test_the_fleet_tells_what_the_update_counted():
         assert 0 < counted.share_with_global <= 1
         assert len(counted.dropped) == NUM_RANKS
         assert fleet_counts.waited_s.get("period", 0.0) >= counted.waited_period_s * 0.5
-        assert progress == counted.progress()
+        assert progress == str(counted)
 
 
 def test_what_was_pushed_is_in_a_global_gradient_or_counted_as_dropped() -> None:
@@ -91,5 +91,5 @@ def test_progress_names_whose_gradients_were_dropped():
         waited_for={},
         lost=(),
     )
-    assert counted.progress() == "stale 1.2, at most 4  global 90%  dropped 3 of rank 1, 7 of rank 3  waited 0.0+0.4 s"
+    assert str(counted) == "stale 1.2, at most 4  global 90%  dropped 3 of rank 1, 7 of rank 3  waited 0.0+0.4 s"
     assert "10 dropped (3 of rank 1, 7 of rank 3)" in str(counted)

@@ -14,7 +14,7 @@ from syncline.updates import Overlapped
 from syncline.updates.overlapped.link import WorkerLink
 from syncline.updates.overlapped.messages import Message
 from syncline.updates.overlapped.placement import Move, Succession
-from syncline.updates.overlapped.tree_mean import TreeMean
+from syncline.updates.overlapped.tree_end import TreeMean
 from syncline.updates.rounds.moves import Round
 from thread_fleets import run_fleets
 

@@ -1,8 +1,7 @@
 """A worker's decisions for one bucket, call by call, and its iteration numbers."""
 
-from syncline.updates.overlapped.clock import PeriodClock
 from syncline.updates.overlapped.events import Keep, Reply, Send, Use
-from syncline.updates.overlapped.worker import BucketWorker
+from syncline.updates.overlapped.worker import BucketWorker, PeriodClock
 
 
 def make(*, window: int = 3) -> BucketWorker:

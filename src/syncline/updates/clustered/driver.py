@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 from syncline.errors import DeadlineError, PeerLostError, SynclineError, UpdateError, accusing
@@ -19,8 +19,15 @@ from syncline.runtime import Communicator
 from syncline.runtime.failures import AS_MANY_BATCHES, LOOK
 from syncline.runtime.port import BULK_CLASS, Port
 from syncline.updates.clustered.instructions import Abandon, Enter, Instruction, Run, Send, Stop
-from syncline.updates.clustered.mailbox import decode_envelope, encode_envelope
-from syncline.updates.clustered.messages import Agreed, Clusters, Contribution, Envelope, Measurement
+from syncline.updates.clustered.messages import (
+    Agreed,
+    Clusters,
+    Contribution,
+    Envelope,
+    Measurement,
+    decode_envelope,
+    encode_envelope,
+)
 from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.outer_rounds import OuterRounds
 from syncline.updates.clustered.record_schedule import Record
@@ -33,7 +40,6 @@ from syncline.updates.messaging.mailbox import Mailbox, MessageStream
 TEXT_URGENCY, VECTOR_URGENCY = -1, 0
 ANSWER_S = 5.0
 """How long the loop may take to say what it is doing."""
-Interceptor = Callable[[Node, Sequence[Instruction]], Sequence[Instruction]]
 
 
 class VectorArithmetic:
@@ -80,7 +86,6 @@ class ClusterDriver(Driver):
         self._outer_rounds = OuterRounds(port, self._topology, stream=stream)
         self._entered: deque[tuple[Record, Agreed]] = deque()
         self._is_over = False
-        self._interceptor: Interceptor | None = None
         self._last_statistics: ClusteredStatistics | None = None
 
     # The training thread.
@@ -146,10 +151,6 @@ class ClusterDriver(Driver):
             with contextlib.suppress(SynclineError):  # a loop that broke or hangs has nothing to tell
                 self._last_statistics = self.statistics()
         self._port.call_soon(self._port.close)
-
-    def intercept(self, interceptor: Interceptor) -> None:
-        """Carry out what ``interceptor`` returns of all that the protocol decides; so tests can hold things back."""
-        self._port.call_soon(setattr, self, "_interceptor", interceptor)
 
     # The loop's thread.
 
@@ -226,8 +227,6 @@ class ClusterDriver(Driver):
         self._perform(self._node.depart())
 
     def _perform(self, instructions: Sequence[Instruction]) -> None:
-        if self._interceptor is not None:
-            instructions = self._interceptor(self._node, instructions)
         for instruction in instructions:
             if isinstance(instruction, Send):
                 self._send(instruction)

@@ -1,4 +1,4 @@
-"""What members and servers say to one another. A message may have a payload: a vector, which the protocol never opens.
+"""What members and servers say to one another. A message may have a payload: vectors, which the protocol never opens.
 
 Every message names its term; one of a term that is over is refused. On its way it lies in an :class:`Envelope`, which
 carries whom its sender takes for dead: that knowledge only grows, so all ranks come to agree on it.
@@ -6,10 +6,11 @@ carries whom its sender takes for dead: that knowledge only grows, so all ranks 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from syncline.members import is_believed
+from syncline.updates.flat import Vector, VectorShape
 from syncline.updates.messaging.records import decode_record, encode_record
 
 Payload = Any
@@ -132,3 +133,24 @@ class Envelope:
         message, beside = decode_record(data, _KINDS, "the clustered update")
         dead, settled = (tuple(map(int, beside.pop(name, ()))) for name in ("dead", "settled"))
         return cls(dead=dead, message=message, settled=settled), beside
+
+
+NUM_VECTORS = "num_vectors"
+
+
+def encode_envelope(envelope: Envelope, shape: VectorShape) -> tuple[bytes, list[memoryview]]:
+    """Return an envelope as text and payloads; its vectors are of ``shape``."""
+    payload: Vector | None = getattr(envelope.message, "payload", None)
+    if payload is None:
+        return envelope.encode(), []
+    num_vectors = payload.shape.num_bytes // shape.num_bytes
+    return envelope.encode(**{NUM_VECTORS: num_vectors}), [payload.memory]
+
+
+def decode_envelope(text: bytes, shape: VectorShape) -> tuple[Envelope, list[memoryview]]:
+    """Return the envelope and where its payload is to land; raises ValueError if ``text`` is none."""
+    envelope, beside = Envelope.decode(text)
+    if NUM_VECTORS not in beside or not isinstance(envelope.message, Contribution | Agreed):
+        return envelope, []
+    vector = shape.times(beside[NUM_VECTORS]).empty()
+    return replace(envelope, message=replace(envelope.message, payload=vector)), [vector.memory]

@@ -43,25 +43,11 @@ class ClusteredStatistics:
             return None
         return tuple(amount / sum(samples) for amount in samples)
 
-    def progress(self) -> str:
-        """Return the same in few words, for a line of progress."""
+    def __str__(self) -> str:
+        """One line for people."""
         servers = ", ".join("none" if server is None else str(server) for server in self.servers)
         dead = f"  dead {', '.join(map(str, self.dead))}" if self.dead else ""
         return (
             f"term {self.term}  servers {servers} of {len(self.clusters)} clusters  "
             f"sent {self.sent_bytes_inside / _MIB:.1f} MiB inside, {self.sent_bytes_between / _MIB:.1f} between{dead}"
-        )
-
-    def __str__(self) -> str:
-        """One line for people."""
-        clusters = "; ".join(
-            f"{list(ranks)} behind {'nobody' if server is None else f'rank {server}'}"
-            for ranks, server in zip(self.clusters, self.servers, strict=True)
-        )
-        weights = "" if self.weights is None else f", weights {' '.join(f'{share:.0%}' for share in self.weights)}"
-        replaced = f", {self.num_replaced_servers} servers replaced" if self.num_replaced_servers else ""
-        return (
-            f"term {self.term}, period {self.period}: clusters {clusters}{weights}, sent "
-            f"{self.sent_bytes_inside / _MIB:.1f} MiB inside and {self.sent_bytes_between / _MIB:.1f} MiB between "
-            f"clusters{replaced}"
         )

@@ -138,7 +138,7 @@ class ClusteredUpdater(WholeUpdater):
 
     def progress(self) -> str:
         """Say the term, who serves, and what this rank sent inside its cluster and between clusters."""
-        return self._driver.statistics().progress()
+        return str(self._driver.statistics())
 
     def close(self) -> None:
         """Release everything."""

@@ -76,6 +76,8 @@ class Hello:
     place: int
     iteration: int = 0
     """The fleet's iteration at the start of ``period``."""
+    weight: float = 1.0
+    """Of the only one in an average."""
 
 
 ServerEvent = Push | End | Stop | Waiting | Replied | Lost | Hello
@@ -84,29 +86,19 @@ ServerEvent = Push | End | Stop | Waiting | Replied | Lost | Hello
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contribution:
-    """What one worker gave, and where it lies."""
-
-    worker: int
-    weight: float
-    iteration: int
-    place: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Fold:
     """Add the weighted mean of these (in rank order) to the cumulative sum."""
 
     round_number: int
-    contributions: tuple[Contribution, ...]
+    contributions: tuple[Push, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Average:
-    """Make the weighted mean of these (in rank order): the next period's start."""
+    """Make the weighted mean of these (in rank order): the next period's start, which a greeting may hold already."""
 
     period: int
-    contributions: tuple[Contribution, ...]
+    contributions: tuple[End | Hello, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,14 +140,7 @@ class ReplyAverage:
     """For each rank, how many of its pushes this shard has dropped so far, as whoever sends it fills in."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fail:
-    """Fewer workers live than a global gradient needs."""
-
-    missing: tuple[int, ...]
-
-
-ServerInstruction = Fold | Average | Clear | Release | Reply | ReplyAverage | Fail
+ServerInstruction = Fold | Average | Clear | Release | Reply | ReplyAverage
 
 # --- instructions of a worker ------------------------------------------------------------------------------------
 

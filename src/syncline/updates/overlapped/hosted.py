@@ -20,9 +20,7 @@ from syncline.updates.overlapped.arithmetic import add_mean, average
 from syncline.updates.overlapped.events import (
     Average,
     Clear,
-    Contribution,
     End,
-    Fail,
     Fold,
     Hello,
     Lost,
@@ -125,10 +123,8 @@ class HostedShard:
             case ReplyAverage():
                 dropped = tuple(self.machine.dropped(rank) for rank in range(self._layout.world_size))
                 self._reply(replace(instruction, dropped=dropped), self._average)
-            case Fail():
-                pass  # every rank sees the losses itself
 
-    def _values(self, given: Iterable[Contribution]) -> list[torch.Tensor]:
+    def _values(self, given: Iterable[Push | End | Hello]) -> list[torch.Tensor]:
         return [self._landed[one.place].values for one in given]
 
     def _reply(self, reply: Reply | ReplyAverage, values: torch.Tensor) -> None:

@@ -11,12 +11,12 @@ that pulled the same; own steps reach ahead of it, and what they did to the opti
 step in which nothing has come is an own step, as ever. With everything settled at once it is synchronous training.
 
 Since own steps are taken back, they may be made with whatever leads to where the global steps will: not with the own
-gradient, but with a forecast of the global one, made of the own one and of the newest global one (:mod:`.forecast`).
+gradient, but with a forecast of the global one, made of the own one and of the newest global one (:class:`Forecast`).
 
 A global gradient that stands for r iterations of the fleet makes r steps with an r-th of it; so does a run of own ones.
 Costs: a copy of parameters and optimizer state, and for each iteration about one more step of the optimizer and one for
-each that is still out (in one kernel for all parameters, where torch has it: :mod:`.fused`). An own gradient that was
-late is taken back too: nothing remains of it.
+each that is still out (in one kernel for all parameters, where torch has it: :func:`stepping_at_once`). An own gradient
+that was late is taken back too: nothing remains of it.
 
 Simulated on digits (4 workers, Adam, 384 iterations, delay 1; synchronous, rebase, swap): mixed .232, .231, .441; split
 by label .220, .221, .384.
@@ -24,7 +24,8 @@ by label .220, .221, .384.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +33,96 @@ import torch
 
 from syncline.updates.bucket import Bucket
 from syncline.updates.overlapped.events import Use
-from syncline.updates.overlapped.forecast import Forecast
-from syncline.updates.overlapped.fused import stepping_at_once
+
+# What the global gradient of an iteration will be, while it is still on its way: for the rule "rebase".
+#
+# An own step reaches ahead of the base, and the next gradient is made where it leads; so it should lead to where the
+# global steps will. What is known: the own gradient g of that iteration, and the newest global gradient G, per
+# iteration. The forecast is
+#
+#     weight * g + (1 - weight) * G        weight = sum of <G' - G, g' - G> / sum of |g' - G|^2,   between 0 and 1
+#
+# the least squares fit to the global gradients G' that have come so far, each with the own gradient g' in it and the
+# one before, G; older ones count less. Where workers see alike data and much of it, g is near G' and the weight near 1;
+# where they see different data, or noise, the last global gradient tells more, and the weight is near 0. Before any
+# global gradient has come, it is 1.
+#
+# Simulated, 8 workers, Adam, 64 iterations in two periods, of which a global gradient takes 2 to come (synchronous, own
+# gradients alone, this forecast): digits sorted by label .117, .535, .219; byte GPT on the same text 3.495, 3.492,
+# 3.483.
+
+MEMORY = 0.9
+"""What a sum keeps when one more global gradient has come."""
+NUM_WEIGHTS = 256
+"""Weights are multiples of one over this, so that rounding in a sum does not show in a replay."""
+
+
+class Forecast:
+    """The forecast for one bucket of one worker."""
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self.newest: torch.Tensor | None = None
+        """The newest global gradient, per iteration."""
+        self._product = self._square = 0.0
+
+    def learn(self, newest: torch.Tensor, own: torch.Tensor | None) -> None:
+        """Take note of a global gradient and of the own one in it, if there is one; both per iteration."""
+        if own is not None:
+            surprise = (newest if self.newest is None else newest - self.newest).to(torch.float64)
+            difference = (own if self.newest is None else own - self.newest).to(torch.float64)
+            self._product = MEMORY * self._product + float((surprise * difference).sum())
+            self._square = MEMORY * self._square + float(difference.square().sum())
+            if self._square > 0.0:
+                best = min(1.0, max(0.0, self._product / self._square))
+                self.weight = round(best * NUM_WEIGHTS) / NUM_WEIGHTS
+        self.newest = newest
+
+    def of(self, own: torch.Tensor) -> torch.Tensor:
+        """Return what the global gradient of an iteration may be, in which the own one was ``own``."""
+        if self.newest is None or self.weight == 1.0:
+            return own
+        return torch.lerp(self.newest.to(own), own, self.weight)
+
+
+# Many steps of an optimizer in a row, each in one kernel for all parameters instead of a dozen for each of them.
+
+
+_WITH_KERNELS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+
+
+@contextlib.contextmanager
+def stepping_at_once(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within this context ``optimizer`` takes torch's fused kernels, in groups where the user left the choice to torch.
+
+    They round otherwise than one operation after another does, in the last bit.
+    """
+    chosen = [group for group in optimizer.param_groups if _is_served(optimizer, group)]
+    for group in chosen:
+        group["fused"] = True
+    try:
+        yield
+    finally:
+        for group in chosen:
+            group["fused"] = None
+
+
+def _is_served(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> bool:
+    """Whether there is a kernel for a group: of torch's own classes (not of who inherits from them), on the CPU.
+
+    The kernels count steps in float32, other steps in float64 where that is the default type.
+    """
+    is_open = "fused" in group and group["fused"] is None and group.get("foreach") is None
+    tensors = group["params"]
+    assert isinstance(tensors, list)
+    return (
+        type(optimizer) in _WITH_KERNELS
+        and is_open
+        and torch.get_default_dtype() != torch.float64
+        and not group.get("differentiable")
+        and not isinstance(group["lr"], torch.Tensor)
+        and all(tensor.device.type == "cpu" and tensor.is_floating_point() for tensor in tensors)
+    )
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from syncline.updates.overlapped.placement import DEDICATED, ServerLayout, place
 from syncline.updates.overlapped.rebase import Collect, Rebase
 from syncline.updates.overlapped.server_client import ServerClient
 from syncline.updates.overlapped.statistics import OverlappedStatistics
-from syncline.updates.overlapped.tree_mean import TreeMean
+from syncline.updates.overlapped.tree_end import TreeMean
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import NonfiniteOrigin, Setting
 from syncline.updates.whole import WholeUpdater
@@ -304,7 +304,7 @@ class OverlappedUpdater(WholeUpdater):
 
     def progress(self) -> str:
         """Say how stale, how often global, what was dropped and how long was waited."""
-        return self.client.statistics().progress()
+        return str(self.client.statistics())
 
     def finish(self) -> None:
         """End the period that is under way: after a close, all workers have the same parameters."""

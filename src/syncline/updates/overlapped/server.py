@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from syncline.updates.overlapped.events import (
     Average,
     Clear,
-    Contribution,
     End,
-    Fail,
     Fold,
     Hello,
     Lost,
@@ -30,22 +28,6 @@ from syncline.updates.overlapped.events import (
     Stop,
     Waiting,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardStatistics:
-    """What a server shard counted; the mappings are by worker."""
-
-    num_rounds: int
-    """Global gradients made."""
-    num_abandoned: int
-    """Rounds that could not find their M workers any more."""
-    late: dict[int, int]
-    """Pushes for a round that was closed: dropped."""
-    unfinished: dict[int, int]
-    """Pushes whose round was still open when it was abandoned or the period ended: dropped."""
-    outdated: dict[int, int]
-    """Pushes of an older period, repeated, or from a worker that had ended its period: dropped."""
 
 
 @dataclass(slots=True)
@@ -98,16 +80,20 @@ class ServerShard:
         self.clock = 0
         self._accounts = {worker: _Account(deque(maxlen=window)) for worker in sorted(workers)}
         self._lost = set(lost)
-        self._held: dict[int, dict[int, Contribution]] = {}
-        self._ends: dict[int, Contribution] = {}
+        self._held: dict[int, dict[int, Push]] = {}
+        self._ends: dict[int, End] = {}
         self._greetings: dict[int, Hello] | None = {} if succeeds else None
         self._postponed: list[Push | End] = []
-        self._has_failed = False
-        self._num_rounds = 0
-        self._num_abandoned = 0
-        self._late: Counter[int] = Counter()
-        self._unfinished: Counter[int] = Counter()
-        self._outdated: Counter[int] = Counter()
+        self.num_rounds = 0
+        """Global gradients made."""
+        self.num_abandoned = 0
+        """Rounds that could not find their M workers any more."""
+        self.late: Counter[int] = Counter()
+        """By worker, pushes for a round that was closed: dropped."""
+        self.unfinished: Counter[int] = Counter()
+        """Pushes whose round was still open when it was abandoned or the period ended: dropped."""
+        self.outdated: Counter[int] = Counter()
+        """Pushes of an older period, repeated, or from a worker that had ended its period: dropped."""
 
     def __repr__(self) -> str:
         return f"<ServerShard period {self.period}: {self.closed} rounds closed, {len(self._held)} open>"
@@ -148,7 +134,7 @@ class ServerShard:
 
     def dropped(self, worker: int) -> int:
         """Return how many pushes of ``worker`` were dropped."""
-        return self._late[worker] + self._unfinished[worker] + self._outdated[worker]
+        return self.late[worker] + self.unfinished[worker] + self.outdated[worker]
 
     def missing(self) -> tuple[int, ...]:
         """Return whom the next thing (the open round, or the period's end) waits for: workers that live."""
@@ -159,16 +145,6 @@ class ServerShard:
         present = self._held.get(self.closed + 1, {})
         return tuple(worker for worker in self.alive if worker not in present)
 
-    def statistics(self) -> ShardStatistics:
-        """Return what was counted since the start."""
-        return ShardStatistics(
-            num_rounds=self._num_rounds,
-            num_abandoned=self._num_abandoned,
-            late=dict(self._late),
-            unfinished=dict(self._unfinished),
-            outdated=dict(self._outdated),
-        )
-
     # --- rounds ---------------------------------------------------------------------------------------------------
 
     def _push(self, push: Push) -> list[ServerInstruction]:
@@ -176,15 +152,14 @@ class ServerShard:
         begun = self._go_on_to(push.period)
         dropped: list[ServerInstruction] = [Release(worker=push.worker, place=push.place)]
         if push.period != self.period or not account.may_push(push.round_number):
-            self._outdated[push.worker] += 1
+            self.outdated[push.worker] += 1
             return [*begun, *dropped]
         account.last_round = push.round_number
         account.is_waiting = False
         if push.round_number <= self.closed:
-            self._late[push.worker] += 1
+            self.late[push.worker] += 1
             return dropped
-        contribution = Contribution(worker=push.worker, weight=push.weight, iteration=push.iteration, place=push.place)
-        self._held.setdefault(push.round_number, {})[push.worker] = contribution
+        self._held.setdefault(push.round_number, {})[push.worker] = push
         return [*begun, *self._advance()]
 
     def _advance(self) -> list[ServerInstruction]:
@@ -231,7 +206,7 @@ class ServerShard:
         contributions = tuple(present[worker] for worker in sorted(present))
         self.closed = round_number
         self.clock = max(self.clock, min(one.iteration for one in contributions))
-        self._num_rounds += 1
+        self.num_rounds += 1
         for one in contributions:
             self._accounts[one.worker].accepted.append(round_number)
         return [Fold(round_number=round_number, contributions=contributions), *self._release(contributions)]
@@ -239,12 +214,12 @@ class ServerShard:
     def _abandon(self, round_number: int) -> list[ServerInstruction]:
         present = self._held.pop(round_number, {})
         self.closed = round_number
-        self._num_abandoned += 1
-        self._unfinished.update(present.keys())
+        self.num_abandoned += 1
+        self.unfinished.update(present.keys())
         return self._release(present.values())
 
     @staticmethod
-    def _release(contributions: Iterable[Contribution]) -> list[ServerInstruction]:
+    def _release(contributions: Iterable[Push | End]) -> list[ServerInstruction]:
         return [Release(worker=one.worker, place=one.place) for one in contributions]
 
     def _reply(self, worker: int) -> list[ServerInstruction]:
@@ -266,12 +241,11 @@ class ServerShard:
 
     def _end(self, end: End) -> list[ServerInstruction]:
         if end.period != self.period or end.worker in self._ends:
-            self._outdated[end.worker] += 1
+            self.outdated[end.worker] += 1
             return [Release(worker=end.worker, place=end.place)]
         account = self._accounts[end.worker]
         account.final_round = account.last_round
-        contribution = Contribution(worker=end.worker, weight=end.weight, iteration=end.iteration, place=end.place)
-        self._ends[end.worker] = contribution
+        self._ends[end.worker] = end
         return self._advance() + self._average()
 
     def _average(self) -> list[ServerInstruction]:
@@ -306,7 +280,7 @@ class ServerShard:
 
     def _begin_period(self, period: int) -> list[ServerInstruction]:
         leftover = [one for present in self._held.values() for one in present.values()]
-        self._unfinished.update(one.worker for one in leftover)
+        self.unfinished.update(one.worker for one in leftover)
         self._held.clear()
         self._ends.clear()
         self.period, self.closed, self.clock = period, 0, 0
@@ -322,9 +296,6 @@ class ServerShard:
     def _lose(self, worker: int) -> list[ServerInstruction]:
         self._lost.add(worker)
         self._accounts[worker].due.clear()
-        if len(self.alive) < (1 if self._shrinks else self.quorum):
-            was_failed, self._has_failed = self._has_failed, True
-            return [] if was_failed else [Fail(missing=tuple(sorted(self._lost)))]
         if self._greetings is not None:
             return self._learn_period()
         instructions = self._advance()
@@ -333,7 +304,7 @@ class ServerShard:
     def _greet(self, event: Hello) -> list[ServerInstruction]:
         """Learn from the greetings of all workers which period this bucket is in."""
         if self._greetings is None or event.worker in self._greetings:
-            self._outdated[event.worker] += 1
+            self.outdated[event.worker] += 1
             return [Release(worker=event.worker, place=event.place)]
         self._greetings[event.worker] = event
         return self._learn_period()
@@ -347,8 +318,7 @@ class ServerShard:
         behind = [worker for worker in self.alive if greetings[worker].period < newest.period]
         instructions: list[ServerInstruction] = []
         if behind:
-            start = Contribution(worker=newest.worker, weight=1.0, iteration=0, place=newest.place)
-            instructions = [Average(period=newest.period - 1, contributions=(start,))]
+            instructions = [Average(period=newest.period - 1, contributions=(newest,))]
         for worker in behind:
             reply = ReplyAverage(worker=worker, period=newest.period - 1, iteration=newest.iteration)
             self._accounts[worker].due.append(reply)

@@ -23,7 +23,6 @@ from syncline.updates.messaging.driver import LOOK_S, STALL_GRACE_S, Driver
 from syncline.updates.messaging.mailbox import Mailbox, MessageStream
 from syncline.updates.messaging.records import encode_record
 from syncline.updates.overlapped.arithmetic import Feed
-from syncline.updates.overlapped.clock import PeriodClock
 from syncline.updates.overlapped.events import Waiting
 from syncline.updates.overlapped.hosted import HostedShard
 from syncline.updates.overlapped.link import WorkerLink
@@ -41,8 +40,8 @@ from syncline.updates.overlapped.messages import (
 from syncline.updates.overlapped.placement import ServerLayout, Succession
 from syncline.updates.overlapped.rebase import Collect
 from syncline.updates.overlapped.statistics import ClientCounts, OverlappedStatistics
-from syncline.updates.overlapped.tree_end import TreeEnd
-from syncline.updates.overlapped.tree_mean import TreeMean
+from syncline.updates.overlapped.tree_end import TreeEnd, TreeMean
+from syncline.updates.overlapped.worker import PeriodClock
 from syncline.updates.rule import NonfiniteOrigin
 
 NOTE_URGENCY = -1

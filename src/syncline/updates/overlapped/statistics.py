@@ -33,23 +33,12 @@ class OverlappedStatistics:
     lost: tuple[int, ...]
     """Ranks that died or left."""
 
-    def progress(self) -> str:
-        """Return the same in few words, for a line of progress."""
+    def __str__(self) -> str:
+        """One line for people."""
         dropped = ", ".join(f"{count} of rank {rank}" for rank, count in enumerate(self.dropped) if count)
         return (
             f"stale {self.mean_staleness:.1f}, at most {self.max_staleness}  global {self.share_with_global:.0%}  "
             f"dropped {dropped or 'none'}  waited {self.waited_staleness_s:.1f}+{self.waited_period_s:.1f} s"
-        )
-
-    def __str__(self) -> str:
-        """One line for people."""
-        total = sum(self.dropped)
-        culprits = ", ".join(f"{count} of rank {rank}" for rank, count in enumerate(self.dropped) if count)
-        waited = f"waited {self.waited_staleness_s:.1f} s for gradients, {self.waited_period_s:.1f} s at period ends"
-        return (
-            f"staleness {self.mean_staleness:.1f} (at most {self.max_staleness}), "
-            f"global gradient in {self.share_with_global:.0%} of {self.num_steps} steps, "
-            f"{total} dropped{f' ({culprits})' if total else ''}, {waited}"
         )
 
 
