@@ -11,7 +11,7 @@ from syncline.fabric.dialling import dial, read_exactly
 from syncline.fabric.frames import FrameType
 from syncline.fabric.handshake import Terms, derive_key, derive_offer_key
 from syncline.fabric.rendezvous import Member
-from syncline.fabric.shared_host import OfferTerms
+from syncline.fabric.shared_host import MemoryOffers
 
 
 class HostilePeer:
@@ -37,7 +37,7 @@ class HostilePeer:
             num_classes=self.options.num_classes,
             authenticates_frames=bool(self.options.authenticate_frames),
         )
-        self.offer_terms = OfferTerms(rank=1, key=derive_offer_key(terms.key, epoch=generation.epoch))
+        self.offers = MemoryOffers(rank=1, key=derive_offer_key(terms.key, epoch=generation.epoch))
         target = generation.members[0]
         for connection_class in range(-1, self.options.num_classes):
             self.sockets[connection_class], keys, *_ = await dial(

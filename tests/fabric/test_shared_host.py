@@ -15,7 +15,7 @@ from hostile_peer import open_hostile
 from syncline.errors import PeerLostError
 from syncline.fabric import FabricOptions, shared_host
 from syncline.fabric.frames import MEMORY_CLASS, FrameError, FrameType
-from syncline.fabric.shared_host import OFFER_BYTES, OfferTerms, address_of, read_memory
+from syncline.fabric.shared_host import OFFER_BYTES, MemoryOffers, address_of, read_memory
 
 pytestmark = pytest.mark.usefixtures("on_each_loop")
 
@@ -45,7 +45,7 @@ def bytes_by_class(fabric):
     return {c.connection_class: c.sent_bytes for c in fabric.statistics().connections if c.sent_bytes}
 
 
-MAKER, TAKER = (OfferTerms(rank=rank, key=b"k" * 32) for rank in range(2))
+MAKER, TAKER = (MemoryOffers(rank=rank, key=b"k" * 32) for rank in range(2))
 
 
 def test_an_offer_is_accepted_by_whom_it_was_made_for_as_long_as_it_is_kept():
@@ -60,8 +60,8 @@ def test_an_offer_is_accepted_by_whom_it_was_made_for_as_long_as_it_is_kept():
 def test_an_offer_that_its_sender_has_not_made_for_this_rank_breaks_the_protocol():
     offer = MAKER.make(target=1)
     encoded = offer.encode()
-    other_start = OfferTerms(rank=1, key=b"l" * 32)
-    for judge, source in ((MAKER, 1), (TAKER, 2), (other_start, 0), (OfferTerms(rank=3, key=b"k" * 32), 0)):
+    other_start = MemoryOffers(rank=1, key=b"l" * 32)
+    for judge, source in ((MAKER, 1), (TAKER, 2), (other_start, 0), (MemoryOffers(rank=3, key=b"k" * 32), 0)):
         with pytest.raises(FrameError, match=f"a token that rank {source} has not made for rank {judge.rank}"):
             judge.accept(encoded, source=source)
     for damaged in (encoded[:-1] + bytes([encoded[-1] ^ 1]), bytes(OFFER_BYTES), b""):
@@ -168,7 +168,7 @@ def test_a_cancelled_copy_is_not_written_any_more():
 def test_a_peer_whose_memory_cannot_be_read_any_more_is_lost(monkeypatch):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    monkeypatch.setattr(OfferTerms, "accept", lambda *_, **__: ended.pid)
+    monkeypatch.setattr(MemoryOffers, "accept", lambda *_, **__: ended.pid)
 
     async def scenario(fabrics, recorders, mail):
         mail.receive(1, 0, 7, MIB)
@@ -204,7 +204,7 @@ def test_memory_is_offered_once():
         recorder = Recorder()
         fabric.set_listener(recorder)
         try:
-            offer = peer.offer_terms.make(target=0)
+            offer = peer.offers.make(target=0)
             for _ in range(2):
                 await peer.frame(-1, FrameType.OFFER, payload=offer.encode())
             await recorder.wait_until(lambda: recorder.lost)

@@ -107,7 +107,7 @@ def test_an_empty_chunk_of_a_granted_message():
 
 def test_an_empty_chunk_of_a_message_that_is_copied_out_of_memory():
     async def scenario(fabric, peer, recorder):
-        offer = peer.offer_terms.make(target=0)
+        offer = peer.offers.make(target=0)
         await peer.frame(-1, FrameType.OFFER, payload=offer.encode())
         await peer.read_until(FrameType.ACCEPT)
         # The connections have their turn after each MiB that is copied, so the chunk is read before the copy is over.

@@ -25,7 +25,7 @@ from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
 from syncline.fabric.rendezvous import AnyRendezvous, Generation, Member
 from syncline.fabric.reopening import Reopener
-from syncline.fabric.shared_host import OfferTerms
+from syncline.fabric.shared_host import MemoryOffers
 from syncline.fabric.sizing import fit_grants, fit_options, fit_window_sizes
 from syncline.fabric.sockets import advertised_endpoint, open_listening_socket, prepare_connected, resolve_address
 from syncline.fabric.tcp import TcpFabric, TraceSink
@@ -90,7 +90,7 @@ async def connect_tcp(
             options=options,
             peer_options=fit_options(options, rank=rank, world_size=world_size, topology=topology),
             transport_set=TransportSet(grants),
-            offer_terms=OfferTerms(rank=rank, key=derive_offer_key(key, epoch=generation.epoch)),
+            offers=MemoryOffers(rank=rank, key=derive_offer_key(key, epoch=generation.epoch)),
             trace=trace,
         )
     except BaseException:

@@ -11,7 +11,7 @@ from syncline.errors import escape_text
 from syncline.fabric.frames import CONTROL_CLASS, DamagedFrameError, FrameError, FrameType
 from syncline.fabric.handshake import FrameKeys
 from syncline.fabric.options import FabricOptions
-from syncline.fabric.shared_host import Offer, OfferTerms, has_ended
+from syncline.fabric.shared_host import MemoryOffers, Offer, has_ended
 from syncline.fabric.sockets import is_same_machine
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Peer:
         *,
         options: FabricOptions,
         transport_set: TransportSet,
-        offer_terms: OfferTerms,
+        offers: MemoryOffers,
         events: PeerEvents,
     ) -> None:
         self.rank = rank
@@ -69,7 +69,7 @@ class Peer:
         self.options = options
         self._events = events
         self._sockets: dict[int, tuple[socket.socket, FrameKeys | None]] = {}
-        self._offer_terms = offer_terms
+        self._offers = offers
         self._offer: Offer | None = None
         self._has_offered = False
         self._pid: int | None = None
@@ -200,7 +200,7 @@ class Peer:
         self.is_ready = True
         self.send_frame(FrameType.CREDIT, message_bytes=self.options.credit_bytes)
         if is_local:
-            self._offer = self._offer_terms.make(target=self.rank)
+            self._offer = self._offers.make(target=self.rank)
             self.send_frame(FrameType.OFFER, payload=self._offer.encode())
         self._events.on_ready(self)
 
@@ -236,7 +236,7 @@ class Peer:
         if self._has_offered:
             raise FrameError("it offers its memory twice")
         self._has_offered = True
-        pid = self._offer_terms.accept(payload, source=self.rank) if self._offer is not None else None
+        pid = self._offers.accept(payload, source=self.rank) if self._offer is not None else None
         if pid is not None:
             self._pid = pid
             self.transport.let_be_read(pid)

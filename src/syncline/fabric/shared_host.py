@@ -125,7 +125,7 @@ _own_offers: WeakValueDictionary[int, Offer] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OfferTerms:
+class MemoryOffers:
     """By what one rank makes offers, and judges those of others; ``key`` comes from the job's handshake."""
 
     rank: int

@@ -32,7 +32,7 @@ from syncline.fabric.protocol import (
     ReceiveSettings,
     SendSettings,
 )
-from syncline.fabric.shared_host import OfferTerms
+from syncline.fabric.shared_host import MemoryOffers
 from syncline.fabric.sizing import WindowSizes
 from syncline.fabric.slice_executor import SliceExecutor
 from syncline.fabric.standstill import Standstill, describe_absence
@@ -77,7 +77,7 @@ class TcpFabric:
         options: FabricOptions,
         peer_options: Mapping[int, FabricOptions],
         transport_set: TransportSet,
-        offer_terms: OfferTerms,
+        offers: MemoryOffers,
         trace: TraceSink | None = None,
     ) -> None:
         self._rank = rank
@@ -89,7 +89,7 @@ class TcpFabric:
         self._transport_set = transport_set
         self._binding = ThreadBinding(rank)
         self._trace = trace
-        make_peer = partial(Peer, transport_set=transport_set, offer_terms=offer_terms, events=self)
+        make_peer = partial(Peer, transport_set=transport_set, offers=offers, events=self)
         self._peers = {
             peer: make_peer(peer, self.describe_peer(peer), host, options=peer_options[peer])
             for peer, host in enumerate(self._hosts)

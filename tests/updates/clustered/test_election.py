@@ -4,7 +4,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.updates.clustered import election
+from syncline.updates.clustered import view
 from syncline.updates.clustered.view import draw_order, draw_server
 
 RANKS = st.lists(st.integers(0, 1000), min_size=1, max_size=20, unique=True)
@@ -43,8 +43,8 @@ def test_draws_are_spread_evenly() -> None:
 def test_an_order_is_drawn_once_whoever_is_dead(monkeypatch):
     """Each message that a rank hears asks who serves, in clusters of hundreds of ranks too."""
     tickets = []
-    ticket = election._ticket
-    monkeypatch.setattr(election, "_ticket", lambda *which: tickets.append(which) or ticket(*which))
+    ticket = view._ticket
+    monkeypatch.setattr(view, "_ticket", lambda *which: tickets.append(which) or ticket(*which))
     for num_dead in range(100):
         draw_server("a job of this test alone", 5, range(300), range(num_dead))
     assert len(tickets) == 300
