@@ -348,7 +348,7 @@ NOT_CALLED: dict[str, str] = {
         "the library's own modules call it",
     ),
     **dict.fromkeys(
-        (f"{rule}.{name}" for rule in RULES for name in ("check", "start", "kind", "terms", "record_schedule")),
+        (f"{rule}.{name}" for rule in RULES for name in ("check", "start", "kind", "layout", "record_schedule")),
         "distribute() calls it",
     ),
     **dict.fromkeys(
