@@ -25,7 +25,7 @@ from clustered_play import SECOND_STATES, Actor, Playwright
 import syncline
 from rank_nursery import warm_up
 from rank_scripts import reserved_port
-from syncline.updates.clustered import updater
+from syncline.updates.clustered import rule as clustered_rule
 from syncline.updates.clustered.instructions import Enter, Instruction
 from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.server import ServerState
@@ -140,7 +140,7 @@ def run_rank(rank: int, port: int, assignment: Assignment, reports: connection.C
 
 
 def train(rank: int, assignment: Assignment, stage: Stage) -> dict[str, Any]:
-    updater.SEED = assignment.seed
+    clustered_rule.SEED = assignment.seed
     kind = syncline.Clustered.literal if assignment.is_literal else syncline.Clustered
     rule = kind(period=2, reelect_every=2, clusters=CLUSTERS)
     silence_s = DETECTION_S if assignment.fate == "freeze" else NEVER_S
