@@ -102,7 +102,7 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
     ),
     _of_init("SYNCLINE_INTERFACE", "interface", "address, or name of the interface, that other ranks reach"),
     _of_init("SYNCLINE_PORTS", "ports", "FIRST-LAST, on which ranks listen, and rank 0's store (default: any)"),
-    _of_init("SYNCLINE_ADVERTISE", "advertise", "address[:port] at which others reach this rank"),
+    _of_init("SYNCLINE_ADVERTISE", "advertise", "address[:port] at which others reach this rank, or none"),
     _of_init("SYNCLINE_HOST", "host", "the topology's name of this rank's host; also `syncline run --host`"),
     _of_init("SYNCLINE_TIMEOUT", "timeout_s", "seconds that a collective may take (default: 300)"),
     _of_init("SYNCLINE_CONNECT_TIMEOUT", "connect_timeout_s", "seconds that init() waits for others (default: 60)"),

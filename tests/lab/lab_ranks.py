@@ -10,15 +10,15 @@ from rank_scripts import forked_python, script_environment
 DEADLINE_S = 120.0
 
 
-def start(lab, program, *arguments):
-    """Start a program of this folder for each rank, on its host."""
+def start(lab, program, *arguments, of_hosts=None):
+    """Start a program of this folder for each rank, on its host; ``of_hosts`` are further variables of some hosts."""
     argv = [forked_python(), str(Path(__file__).with_name(program)), *arguments]
     common = {"PYTHONPATH": script_environment()["PYTHONPATH"], "WORLD_SIZE": str(lab.topology.num_ranks)}
     return [
         lab.spawn(
             host.name,
             argv,
-            env=common | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            env=common | (of_hosts or {}).get(host.name, {}) | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

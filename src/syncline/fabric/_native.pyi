@@ -27,6 +27,16 @@ class Kernel:
     descriptors with their ``EPOLLIN`` and ``EPOLLOUT``, and never waits.
     """
 
+class Splices:
+    num_open: int
+    num_bytes: int
+
+    def __init__(self) -> None: ...
+    def add(self, one: int, other: int) -> int: ...
+    def take_ended(self) -> list[int]: ...
+    def fileno(self) -> int: ...
+    def close(self) -> None: ...
+
 class EagerCredit:
     credit_bytes: int
     used_bytes: int

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 
-from syncline.fabric.dialling import AskedError, Holds, greet
+from syncline.fabric.dialling import AskedError, CalledError, Holds, greet
 from syncline.fabric.forks import close_in_children
 from syncline.fabric.handshake import Admission, FrameKeys, Refusal, RefusedError, Resume, Resumption, Terms
 
@@ -31,7 +31,8 @@ class Acceptor:
     """Accepts connections and hands the authenticated ones to ``on_connection(*admission, socket)``.
 
     ``num_expected`` connections of honest ranks may come at once. ``resume`` and ``holds`` are asked for connections
-    that are opened again (:mod:`syncline.fabric.reopening`).
+    that are opened again (:mod:`syncline.fabric.reopening`); ``on_call`` takes a socket on which this rank is called
+    (:mod:`syncline.fabric.reach`), or says that it does not.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Acceptor:
         on_connection: Callable[[int, int, FrameKeys | None, bytes, Resumption | None, socket.socket], None],
         resume: Resume = lambda *_: None,
         holds: Holds = lambda *_: False,
+        on_call: Callable[[bytes, socket.socket], bool] = lambda *_: False,
     ) -> None:
         self._socket = sock
         self._terms = terms
@@ -54,6 +56,7 @@ class Acceptor:
         self._on_connection = on_connection
         self._resume_connection = resume
         self._holds = holds
+        self._on_call = on_call
         self._loop = asyncio.get_running_loop()
         self._handshakes: dict[asyncio.Task[Admission], float] = {}
         self._resume: asyncio.TimerHandle | None = None
@@ -73,6 +76,13 @@ class Acceptor:
     def use_terms(self, terms: Terms) -> None:
         """Greet by these terms from now on."""
         self._terms = terms
+
+    def greet(self, sock: socket.socket, address: str) -> asyncio.Task[Admission]:
+        """Shake hands with whoever is at the other end of a connected socket, at ``address``, and begins."""
+        task = self._loop.create_task(self._greet(sock))
+        self._handshakes[task] = self._loop.time()
+        task.add_done_callback(partial(self._finish, sock, address))
+        return task
 
     def close(self) -> list[asyncio.Task[Admission]]:
         """Stop accepting; return the handshakes that were under way, cancelled."""
@@ -100,9 +110,7 @@ class Acceptor:
                 self._pause()
                 return
             close_in_children(sock).setblocking(False)
-            task = self._loop.create_task(self._greet(sock))
-            self._handshakes[task] = self._loop.time()
-            task.add_done_callback(partial(self._finish, sock, str(address[0])))
+            self.greet(sock, str(address[0]))
 
     def _make_room(self) -> bool:
         oldest = next(iter(self._handshakes))
@@ -126,6 +134,8 @@ class Acceptor:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
             self._on_connection(*task.result(), sock)
+            return
+        if isinstance(error, CalledError) and self._on_call(error.message, sock):
             return
         sock.close()
         if isinstance(error, AskedError):

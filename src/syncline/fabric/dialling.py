@@ -11,7 +11,7 @@ import asyncio
 import hmac
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from itertools import count
 from typing import NamedTuple
 
@@ -42,11 +42,24 @@ LONGEST_PAUSE_S = 1.0
 _QUESTION_MAGIC = b"SYNCASKS"
 _QUESTION = struct.Struct("<8s32sQIIhI16s")
 _YES, _NO = b"Y", b"N"
+CALL_MAGIC, CALL_BYTES = b"SYNCCALL", 106
+"""A call (:mod:`syncline.fabric.reach`): whoever sends it wants the other side to begin the handshake."""
 
 
 class AskedError(Exception):
     """The other side only asked whether this rank is still connected to it, and was answered."""
 
+
+class CalledError(Exception):
+    """The other side waits for a handshake that somebody begins here: ``message`` says who and with whom."""
+
+    def __init__(self, message: bytes) -> None:
+        super().__init__()
+        self.message = message
+
+
+Open = Callable[[float | None], Awaitable[socket.socket]]
+"""Return a connected socket, within so many seconds if not None."""
 
 Holds = Callable[[int, int, Resumption], bool]
 """Whether a rank that asks for a connection class is still connected; the number is of the last attempt known there."""
@@ -84,7 +97,7 @@ async def greet(
 ) -> Admission:
     """Shake hands on an accepted socket; return who the dialer is.
 
-    ``holds`` answers what is asked here; :class:`AskedError` if that was all.
+    ``holds`` answers what is asked here; :class:`AskedError` if that was all. :class:`CalledError` if it is called.
     """
     loop = asyncio.get_running_loop()
     greeter = Greeter(terms, is_taken=is_taken, resume=resume)
@@ -94,6 +107,8 @@ async def greet(
             question = magic + await read_exactly(sock, _QUESTION.size - len(MAGIC))
             await loop.sock_sendall(sock, _answer(question, terms, holds))
             raise AskedError
+        if magic == CALL_MAGIC:
+            raise CalledError(magic + await read_exactly(sock, CALL_BYTES - len(CALL_MAGIC)))
         await loop.sock_sendall(sock, greeter.reply(await _read_hello(sock, magic)))
         admission = greeter.finish(await read_exactly(sock, FINISH_BYTES))
     except RefusedError as refused:
@@ -118,6 +133,20 @@ def make_question(terms: Terms, peer: int, connection_class: int, resumption: Re
     return _QUESTION.pack(_QUESTION_MAGIC, terms.job, terms.epoch, terms.rank, peer, *about)
 
 
+async def connect_to(
+    address: tuple[str, int], own_address: str, options: FabricOptions, *, connect_s: float | None = None
+) -> socket.socket:
+    """Return a socket from ``own_address`` that is connected to ``address``; OSError if not within ``connect_s``."""
+    sock = open_dialling_socket(own_address, options)
+    try:
+        async with asyncio.timeout(connect_s):
+            await asyncio.get_running_loop().sock_connect(sock, address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
 async def ask(
     options: FabricOptions, own_address: str, question: bytes, address: tuple[str, int], *, connect_s: float
 ) -> bool:
@@ -126,9 +155,7 @@ async def ask(
     As in :func:`dial_again`, a live machine lets connect within ``connect_s``.
     """
     loop = asyncio.get_running_loop()
-    with open_dialling_socket(own_address, options) as sock:
-        async with asyncio.timeout(connect_s):
-            await loop.sock_connect(sock, address)
+    with await connect_to(address, own_address, options, connect_s=connect_s) as sock:
         await loop.sock_sendall(sock, question)
         return await read_exactly(sock, len(_YES)) == _YES
 
@@ -149,10 +176,12 @@ async def dial(
     peer_name: str,
     address: tuple[str, int],
     connection_class: int,
+    open_socket: Open | None = None,
 ) -> Dialled:
     """Connect to ``peer`` and shake hands; try again until cancelled, unless the peer says why it refuses.
 
-    The keys are those of the connection's frames, if they are authenticated.
+    The keys are those of the connection's frames, if they are authenticated. ``open_socket`` (default: dial
+    ``address``) connects.
 
     It listens before it meets the others: if nobody listens there for as long as a handshake may take, it is gone.
     A peer that is only busy, as one of many that start on a few cores, answers in its turn: a try has twice the time of
@@ -169,7 +198,7 @@ async def dial(
         try_s *= 2
         try:
             async with asyncio.timeout(try_s):
-                sock, _ = await dial_once(options, own_address, dialer, address)
+                sock, _ = await dial_once(options, own_address, dialer, address, open_socket=open_socket)
             first = unsure if unsure is not None and goes_on else dialer
             return Dialled(sock, first.frame_keys, first.connection_id, resumption.number if resumption else 0)
         except RefusedError as refused:
@@ -204,6 +233,7 @@ async def dial_again(
     connection_class: int,
     resumption: Resumption,
     connect_s: float,
+    open_socket: Open | None = None,
 ) -> tuple[socket.socket, int]:
     """Open a connection again that broke; return how much of it has arrived at the peer. It is tried once.
 
@@ -211,7 +241,7 @@ async def dial_again(
     EOFError.
     """
     dialer = Dialer(terms, peer=peer, connection_class=connection_class, resumption=resumption)
-    return await dial_once(options, own_address, dialer, address, connect_s=connect_s)
+    return await dial_once(options, own_address, dialer, address, connect_s=connect_s, open_socket=open_socket)
 
 
 async def dial_once(
@@ -221,13 +251,15 @@ async def dial_once(
     address: tuple[str, int],
     *,
     connect_s: float | None = None,
+    open_socket: Open | None = None,
 ) -> tuple[socket.socket, int]:
     """Connect and shake hands, once; return how much has arrived at the peer of what was sent on this connection."""
     loop = asyncio.get_running_loop()
-    sock = open_dialling_socket(own_address, options)
+    if open_socket is None:
+        sock = await connect_to(address, own_address, options, connect_s=connect_s)
+    else:
+        sock = await open_socket(connect_s)
     try:
-        async with asyncio.timeout(connect_s):
-            await loop.sock_connect(sock, address)
         await loop.sock_sendall(sock, dialer.hello())
         try:
             finish = dialer.finish(await read_exactly(sock, REPLY_BYTES))

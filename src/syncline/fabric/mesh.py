@@ -10,6 +10,7 @@ import asyncio
 import socket
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -17,12 +18,13 @@ from syncline.endpoints import is_ipv6
 from syncline.errors import ConfigurationError, FabricError, HandshakeError
 from syncline.fabric.acceptor import MAX_UNAUTHENTICATED, Acceptor
 from syncline.fabric.compiled import check_compiled
-from syncline.fabric.dialling import dial
+from syncline.fabric.dialling import FIRST_PAUSE_S, LONGEST_PAUSE_S, dial
 from syncline.fabric.frames import CONTROL_CLASS, FrameType
 from syncline.fabric.handshake import FrameKeys, Resumption, Terms, derive_key, derive_offer_key
 from syncline.fabric.open_files import check_open_files
-from syncline.fabric.options import FabricOptions
+from syncline.fabric.options import NOWHERE, FabricOptions
 from syncline.fabric.peer import Peer
+from syncline.fabric.reach import Reach, check_reach
 from syncline.fabric.rendezvous import AnyRendezvous, Generation, Member
 from syncline.fabric.reopening import Reopener
 from syncline.fabric.shared_host import MemoryOffers
@@ -77,9 +79,11 @@ async def connect_tcp(
     try:
         host = topology.host_of(rank).name if topology else socket.gethostname()
         reached_at, port = advertised_endpoint(address, listening.getsockname()[1], options)
-        member = Member(rank=rank, host=host, address=reached_at, port=port)
+        is_reachable = options.advertised != NOWHERE
+        member = Member(rank=rank, host=host, address=reached_at, port=port, is_reachable=is_reachable)
         generation = await rendezvous.meet(member, world_size=world_size, timeout_s=timeout_s, silence_s=options.dead_s)
         _check_one_family(generation.members)
+        check_reach(generation.members)
         options = options.decided_for({other.address for other in generation.members})
         key = derive_key(options.secret or generation.job_nonce, job_id=options.job_id)
         grants = fit_grants(options, rank=rank, world_size=world_size, topology=topology)
@@ -179,6 +183,14 @@ class _Mesh:
         self._expected = options
         """What may be opened at last; what is open are ``_options``."""
         self._failure: BaseException | None = None
+        self.reach = Reach(
+            self._terms,
+            options,
+            own_address=self._own_address,
+            members=self._members,
+            is_gone=fabric.is_lost,
+            on_call=lambda peer, connection_class: self._reopener.called(fabric.peer(peer), connection_class),
+        )
         self.acceptor = Acceptor(
             listening,
             self._terms,
@@ -188,24 +200,32 @@ class _Mesh:
             on_connection=self._accept,
             resume=lambda peer, *which: self._reopener.give_up_socket(fabric.peer(peer), *which),
             holds=lambda peer, *which: self._reopener.holds(fabric.peer(peer), *which),
+            on_call=self.reach.take,
         )
         self._reopener = Reopener(
             self._terms,
             options,
             own_address=self._own_address,
             addresses={member.rank: (member.address, member.port) for member in self._members},
+            reach=self.reach,
+            greet=self.acceptor.greet,
             trace=trace,
         )
         for peer in self._peers():
             peer.reopen = self._reopener.reopen
+            if not self.reach.is_direct(peer.rank):  # the other end of its sockets may be another rank of this machine
+                peer.expect(replace(peer.options, shares_memory=False))
         fabric.use_mesh(self)
 
     async def connect(self, timeout_s: float) -> None:
         """Wait until every connection is there; raise a clear error if not."""
         classes = range(CONTROL_CLASS, self._options.num_classes)
         dials = [self._dial(*each) for each in product(self._members[: self._fabric.rank], classes)]
+        calls = [self._call(*each) for each in product(self._callers(self._peers()), classes)]
         with self._reopener.patient(timeout_s):
-            await self._run(*dials, self._fabric.wait_connected(), timeout_s=timeout_s, describe=self._describe_missing)
+            await self._run(
+                *dials, *calls, self._fabric.wait_connected(), timeout_s=timeout_s, describe=self._describe_missing
+            )
 
     async def open_classes(self, priorities: Priorities, *, timeout_s: float, only_check: bool) -> None:
         """Open what was expected, these among them, and mark all; sizes become those of several classes."""
@@ -223,6 +243,7 @@ class _Mesh:
             self._terms = replace(self._terms, num_classes=self._options.num_classes)
             self.acceptor.use_terms(self._terms)
             self._reopener.use_terms(self._terms)
+            self.reach.use_terms(self._terms)
             try:
                 await self._open_to_all(self._peers(), range(first, self._options.num_classes), timeout_s)
             except BaseException as error:
@@ -281,6 +302,9 @@ class _Mesh:
             async with asyncio.TaskGroup() as group:
                 for connection_class in classes:
                     group.create_task(self._dial(self._members[peer.rank], connection_class))
+        async with asyncio.TaskGroup() as group:
+            for each in product(self._callers([peer]), classes):
+                group.create_task(self._call(*each))
         await self._fabric.wait_for_peer(peer, lambda: peer.num_classes == classes.stop)
         peer.send_frame(FrameType.OPENED, tag=classes.stop)
         await self._fabric.wait_for_peer(peer, lambda: peer.num_confirmed == classes.stop)
@@ -320,8 +344,24 @@ class _Mesh:
                 peer_name=self._fabric.describe_peer(member.rank),
                 address=(member.address, member.port),
                 connection_class=connection_class,
+                open_socket=partial(self.reach.open, member.rank, connection_class),
             )
         self._attach(member.rank, connection_class, keys, connection_id, sock, number=number)
+
+    def _callers(self, peers: list[Peer]) -> list[Peer]:
+        return [peer for peer in peers if self.reach.calls(peer.rank)]
+
+    async def _call(self, peer: Peer, connection_class: int) -> None:
+        """Connect to where ``peer``, which cannot dial this rank, begins the handshake, until it has done so."""
+        pause_s = FIRST_PAUSE_S
+        while not peer.has_connection(connection_class):
+            try:
+                sock = await self.reach.call(peer.rank, connection_class)
+            except OSError:  # not there yet, or the network dropped it
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            else:
+                await asyncio.wait([self.acceptor.greet(sock, self._members[peer.rank].address)])
 
     def _accept(
         self,

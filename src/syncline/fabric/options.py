@@ -15,6 +15,8 @@ MAX_CHUNK_BYTES = 256 << 10
 """The transport's limit on a chunk: no receiver ever drains more than this at once."""
 MAX_CLASSES = 16
 MAX_DSCP = 63
+NOWHERE = ("", 0)
+"""What a rank advertises that others cannot dial."""
 Positive = Annotated[float, Bounds(above=0)]
 Mark = Annotated[int, Bounds(0, MAX_DSCP)]
 
@@ -41,7 +43,8 @@ class FabricOptions:
     ports: tuple[int, int] | None = None
     """The first and the last port on which this rank may listen; None is any that is free."""
     advertised: tuple[str, int] | None = None
-    """Where others reach this rank, if not where it listens: an address, and a port, or 0 for that on which it does."""
+    """Where others reach this rank, if not where it listens: an address, and a port, or 0 for that on which it does.
+    ``NOWHERE``: only ranks of its own host reach it, and it connects to all others (:mod:`syncline.fabric.reach`)."""
 
     heartbeat_s: Positive = 1.0
     suspect_s: Positive = 3.0

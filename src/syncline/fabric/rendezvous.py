@@ -42,6 +42,7 @@ FIRST_LINE_S, LINE_S = 2.0, 10.0
 """When who waits says so first, and how often then."""
 MAX_NAME_LENGTH = 255
 MAX_TOPOLOGY_LENGTH = 400
+_HELLO_FIELDS = {"rank", "host", "address", "port", "nonce"}
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ class Member:
     port: int
     topology: str = ""
     """What this rank says of its topology, for ranks that compare theirs; empty where nobody does."""
+    is_reachable: bool = True
+    """Whether ranks of other hosts can dial it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,15 +367,17 @@ class _Attempt:
 
 def _member_to_json(member: Member) -> dict[str, object]:
     where = {"rank": member.rank, "host": member.host, "address": member.address, "port": member.port}
-    return {**where, "topology": member.topology} if member.topology else where
+    more = {"topology": member.topology} if member.topology else {}
+    return {**where, **more} if member.is_reachable else {**where, **more, "is_reachable": False}
 
 
 def _parse_hello(value: Any, rank: int) -> _Hello | None:
     """Check a hello's schema; None for anything else."""
-    if not isinstance(value, dict) or set(value) - {"topology"} != {"rank", "host", "address", "port", "nonce"}:
+    if not isinstance(value, dict) or set(value) - {"topology", "is_reachable"} != _HELLO_FIELDS:
         return None
     host, port, nonce, topology = value["host"], value["port"], value["nonce"], value.get("topology", "")
-    if value["rank"] != rank or not _is_text(host, 1, MAX_NAME_LENGTH):
+    is_reachable = value.get("is_reachable", True)
+    if value["rank"] != rank or not _is_text(host, 1, MAX_NAME_LENGTH) or type(is_reachable) is not bool:
         return None
     if not _is_text(topology, 0, MAX_TOPOLOGY_LENGTH):
         return None
@@ -382,7 +387,7 @@ def _parse_hello(value: Any, rank: int) -> _Hello | None:
         address = str(ipaddress.ip_address(value["address"]))
     except ValueError:
         return None
-    member = Member(rank=rank, host=host, address=address, port=port, topology=topology)
+    member = Member(rank=rank, host=host, address=address, port=port, topology=topology, is_reachable=is_reachable)
     return _Hello(member=member, nonce=nonce)
 
 

@@ -14,8 +14,9 @@ import contextlib
 import hmac
 import logging
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from syncline.fabric.dialling import ask, dial_again, make_question
@@ -23,6 +24,7 @@ from syncline.fabric.frames import DamagedFrameError, FrameError
 from syncline.fabric.handshake import FrameKeys, Refusal, RefusedError, Resumption, Terms
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
+from syncline.fabric.reach import Reach
 from syncline.fabric.sockets import prepare_connected
 
 LIMIT_S = 5.0
@@ -90,12 +92,16 @@ class Reopener:
         *,
         own_address: str,
         addresses: Mapping[int, tuple[str, int]],
+        reach: Reach,
+        greet: Callable[[socket.socket, str], object],
         trace: TraceSink | None,
     ) -> None:
         self._terms = terms
         self._options = options
         self._own_address = own_address
         self._addresses = addresses
+        self._reach = reach
+        self._greet = greet
         self._trace = trace
         self._limit_s = self._usual_limit_s = min(LIMIT_S, options.dead_s / 2)
         self._lines: dict[tuple[int, int], _Line] = {}
@@ -164,6 +170,14 @@ class Reopener:
             self.reopen(peer, connection_class, EOFError())
         return True
 
+    def called(self, peer: Peer, connection_class: int) -> None:
+        """Dial, if only the end of a lower rank, which calls, knows that the connection broke."""
+        line = self._lines.get((peer.rank, connection_class))
+        if line is None or line.task is not None or peer.is_gone or not peer.is_using(connection_class):
+            return
+        if peer.transport.suspend(connection_class):
+            self.reopen(peer, connection_class, EOFError())
+
     def accept(self, peer: Peer, connection_class: int, resumption: Resumption, sock: socket.socket) -> None:
         """Go on with a socket on which the peer has dialled again, unless it has done so once more."""
         line = self._lines[peer.rank, connection_class]
@@ -188,8 +202,12 @@ class Reopener:
                 if peer.rank < self._terms.rank:
                     await self._dial(peer, connection_class, line)
                 else:
-                    await self._ask(peer, connection_class, line)
-                    peer.transport.forget_socket(connection_class)  # its end may not know
+                    if self._reach.calls(peer.rank):
+                        peer.transport.forget_socket(connection_class)
+                        await self._call(peer, connection_class)
+                    else:
+                        await self._ask(peer, connection_class, line)
+                        peer.transport.forget_socket(connection_class)  # its end may not know
                     await asyncio.Event().wait()  # until it is accepted
         except _GoneError:
             peer.on_broken(line.error)
@@ -212,9 +230,11 @@ class Reopener:
                         connection_class=connection_class,
                         resumption=Resumption(line.number, line.connection_id, position),
                         connect_s=self._connect_s(attempt),
+                        open_socket=partial(self._reach.open, peer.rank, connection_class),
                     )
             except ConnectionRefusedError:
-                raise _GoneError from None
+                if self._reach.is_dialled(peer.rank):
+                    raise _GoneError from None
             except RefusedError as refused:
                 num_refused += refused.refusal in (Refusal.GONE, Refusal.JOB, Refusal.EPOCH, Refusal.RANK)
                 if num_refused > 1:  # one may come of a bit that was changed in the handshake
@@ -228,9 +248,19 @@ class Reopener:
                 raise _GoneError
             await asyncio.sleep(pause_s)
 
+    async def _call(self, peer: Peer, connection_class: int) -> None:
+        """Call for the peer, who cannot dial this rank, until the deadline."""
+        for attempt, pause_s in enumerate(PAUSES_S):
+            with contextlib.suppress(OSError):  # it may be busy, or the third rank at which both meet is gone
+                sock = await self._reach.call(peer.rank, connection_class, self._connect_s(attempt))
+                self._greet(sock, self._addresses[peer.rank][0])
+            await asyncio.sleep(pause_s)
+
     async def _ask(self, peer: Peer, connection_class: int, line: _Line) -> None:
         """Return if the peer is there, or nobody can tell."""
         await asyncio.sleep(ASK_AFTER_S)
+        if not self._reach.is_dialled(peer.rank):
+            return
         for attempt, pause_s in enumerate(PAUSES_S):
             try:
                 known = Resumption(line.number, line.connection_id, 0)

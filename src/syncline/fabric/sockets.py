@@ -15,7 +15,7 @@ import psutil
 from syncline.endpoints import format_endpoint, without_brackets
 from syncline.errors import ConfigurationError
 from syncline.fabric.forks import close_in_children
-from syncline.fabric.options import FabricOptions
+from syncline.fabric.options import NOWHERE, FabricOptions
 
 BACKLOG = 1024
 CONTROL_DSCP = 46
@@ -121,7 +121,7 @@ def _listen_at(address: str, options: FabricOptions, port: int) -> socket.socket
 
 def advertised_endpoint(address: str, port: int, options: FabricOptions) -> tuple[str, int]:
     """Return where others reach this rank, which listens on ``address`` at ``port``."""
-    if options.advertised is None:
+    if options.advertised is None or options.advertised == NOWHERE:
         return address, port
     host, fixed_port = options.advertised
     return resolve_address(host), fixed_port or port

@@ -32,6 +32,7 @@ from syncline.fabric.protocol import (
     ReceiveSettings,
     SendSettings,
 )
+from syncline.fabric.reach import Reach
 from syncline.fabric.shared_host import MemoryOffers
 from syncline.fabric.sizing import WindowSizes
 from syncline.fabric.slice_executor import SliceExecutor
@@ -57,6 +58,7 @@ class Mesh(Protocol):
     """Who opens the connections."""
 
     acceptor: Acceptor
+    reach: Reach
 
     async def open_classes(self, priorities: Priorities, *, timeout_s: float, only_check: bool) -> None:
         """Open further connections to every peer."""
@@ -209,6 +211,8 @@ class TcpFabric:
                 for peer in self._living():
                     peer.transport.end()
                 await self._wait_until(lambda: not self._living())
+                if self._mesh is not None:
+                    await self._mesh.reach.drain()
         for peer in self._living():
             # Only those whose deadline passed: what was sent to them was not received, or they did not answer.
             reason = f"closed its fabric after waiting {self._options.close_s:.1f} s for this rank to receive"
@@ -384,7 +388,10 @@ class TcpFabric:
             peer.close()
         self._transport_set.close()
         self._changed.set()
-        return self._mesh.acceptor.close() if self._mesh else []
+        if self._mesh is None:
+            return []
+        self._mesh.reach.close()
+        return self._mesh.acceptor.close()
 
     def _failures(self) -> list[PeerLostError]:
         return [error for error in self._lost.values() if not isinstance(error, PeerLeftError)]

@@ -15,6 +15,7 @@ from syncline.arguments import Seconds, check_fields
 from syncline.endpoints import MAX_PORT, parse_endpoint, without_brackets
 from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
+from syncline.fabric.options import NOWHERE
 from syncline.observe import Trace
 from syncline.pytorch.existing_group import GroupPlace, check_same
 from syncline.pytorch.launchers import DEFAULT_MASTER_PORT, Place, find_place, whole_number
@@ -282,6 +283,8 @@ def _choose_ports(values: Mapping[str, str], said: Arguments) -> tuple[int, int]
 
 def _choose_advertised(values: Mapping[str, str], said: Arguments) -> tuple[str, int] | None:
     text = said.advertise or values.get("SYNCLINE_ADVERTISE") or None
+    if text == "none":
+        return NOWHERE
     if text is None or ":" not in text:
         return None if text is None else (text, 0)
     return parse_endpoint(text, default_port=0, what="advertise")

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "splices.hpp"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -228,6 +229,17 @@ std::vector<std::pair<int, uint32_t>> wait_unlocked(int epoll_fd, double timeout
     return found;
 }
 
+void bind_splices(py::module_& module) {
+    py::class_<Splices>(module, "Splices")
+        .def(py::init<>())
+        .def("add", &Splices::add, "one"_a, "other"_a)
+        .def("take_ended", &Splices::take_ended)
+        .def("fileno", &Splices::fileno)
+        .def_property_readonly("num_open", &Splices::num_open)
+        .def_property_readonly("num_bytes", &Splices::num_bytes)
+        .def("close", &Splices::close);
+}
+
 }  // namespace
 
 void bind_transport(py::module_& module) {
@@ -255,6 +267,7 @@ void bind_transport(py::module_& module) {
     bind_broken_connections(bound);
     bind_messages(bound);
     bind_counters(bound);
+    bind_splices(module);
     module.def("wait", &wait_unlocked, "epoll_fd"_a, "timeout_s"_a, "native_transports"_a);
 }
 

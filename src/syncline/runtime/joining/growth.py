@@ -48,9 +48,8 @@ class AskedRendezvous:
 
     async def meet(self, member: Member, *, world_size: int, timeout_s: float, silence_s: float) -> Generation:  # noqa: ARG002 - who leads knows who is gone
         """Say where this rank listens, and wait until all have."""
-        await self._connection.send(
-            "listening", attempt=self._attempt, host=member.host, address=member.address, port=member.port
-        )
+        where = {"host": member.host, "address": member.address, "port": member.port}
+        await self._connection.send("listening", attempt=self._attempt, **where, is_reachable=member.is_reachable)
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._generation
@@ -182,8 +181,8 @@ class Party:
 
 def _generation(message: dict[str, Any]) -> Generation:
     members = [
-        Member(rank=rank, host=str(host), address=str(address), port=int(port))
-        for rank, (host, address, port) in enumerate(message["members"])
+        Member(rank=rank, host=str(host), address=str(address), port=int(port), is_reachable=bool(is_reachable))
+        for rank, (host, address, port, is_reachable) in enumerate(message["members"])
     ]
     return Generation(epoch=int(message["epoch"]), job_nonce=bytes.fromhex(message["nonce"]), members=tuple(members))
 

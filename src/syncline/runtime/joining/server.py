@@ -221,7 +221,8 @@ class JoinServer:
         elif attempt is None or asker.rank is None or message["attempt"] != attempt.number:
             return  # of an attempt that is over
         elif kind == "listening":
-            if attempt.listens(asker.rank, [_name(message["host"]), str(message["address"]), int(message["port"])]):
+            host, address, port = _name(message["host"]), str(message["address"]), int(message["port"])
+            if attempt.listens(asker.rank, [host, address, port, bool(message["is_reachable"])]):
                 told = attempt.generation()
                 for other in [other for other in self._askers if other.rank is not None]:
                     self._tell(other, "generation", **told)

@@ -1,0 +1,46 @@
+"""A job with two hosts that nobody can dial, as behind routers: they train with all others."""
+
+import subprocess
+import sys
+
+from lab_ranks import carried_between, start
+from lab_sharded import NUM_BYTES
+
+from syncline.lab import Lab
+from syncline.topology import DirectedLink, Topology
+
+HIDDEN = ("h1", "h2")
+DIAL_NOBODY = """
+import subprocess, sys
+tc = lambda *words: subprocess.run(["tc", *words], check=True)
+tc("class", "add", "dev", "eth0", "parent", "1:", "classid", "1:ff", "htb", "rate", "1mbit")
+tc("qdisc", "add", "dev", "eth0", "parent", "1:ff", "bfifo", "limit", "1")  # no packet is so small
+first_packets = ["match", "ip", "protocol", "6", "0xff", "match", "u8", "0x02", "0x12", "at", "33"]
+for address in sys.argv[1:]:
+    to = ["match", "ip", "dst", address, *first_packets, "flowid", "1:ff"]
+    tc("filter", "add", "dev", "eth0", "parent", "1:", "protocol", "ip", "prio", "1", "u32", *to)
+"""
+"""Lose what would open a connection to these addresses, as their routers would."""
+DIAL = "import socket, sys; socket.create_connection((sys.argv[1], 9), timeout=1.0)"
+
+
+def run(lab, host, code, *arguments):
+    process = lab.spawn(host, [sys.executable, "-c", code, *arguments], stderr=subprocess.PIPE, text=True)
+    errors = process.communicate(timeout=60)[1]
+    return process.returncode, errors
+
+
+def test_hosts_behind_routers_call_and_meet_at_one_that_can_be_dialled():
+    topology = Topology.flat(3, rate=125e6)
+    with Lab(topology) as lab:
+        addresses = [lab.plan.host(host).address for host in HIDDEN]
+        for host in ("h0", *HIDDEN):
+            assert run(lab, host, DIAL_NOBODY, *addresses) == (0, "")
+        for address in addresses:
+            assert "TimeoutError" in run(lab, "h0", DIAL, address)[1]
+        assert "ConnectionRefusedError" in run(lab, "h1", DIAL, lab.plan.host("h0").address)[1]
+        hidden = {host: {"SYNCLINE_ADVERTISE": "none"} for host in HIDDEN}
+        carried = carried_between(lab, start(lab, "lab_sharded.py", "2", of_hosts=hidden))
+    # What the two say to each other passes there twice: a third of the model each way, in each half of a step.
+    passed = carried[DirectedLink("h0", "up")] - carried[DirectedLink("h1", "up")]
+    assert passed > 2 * 2 * (2 * NUM_BYTES / 3) * 0.5
