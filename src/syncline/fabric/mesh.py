@@ -170,15 +170,7 @@ class _Mesh:
         self._members = generation.members
         self._own_address = listening.getsockname()[0]
         self._places = asyncio.Semaphore(MAX_UNAUTHENTICATED // 2)
-        self._terms = Terms(
-            rank=fabric.rank,
-            world_size=fabric.world_size,
-            job_id=options.job_id,
-            epoch=generation.epoch,
-            key=derive_key(options.secret or generation.job_nonce, job_id=options.job_id),
-            num_classes=options.num_classes,
-            authenticates_frames=bool(options.authenticate_frames),  # decided by now
-        )
+        self._terms = _terms_of(fabric, generation, options)
         self._opening = asyncio.Lock()
         self._expected = options
         """What may be opened at last; what is open are ``_options``."""
@@ -205,17 +197,18 @@ class _Mesh:
         self._reopener = Reopener(
             self._terms,
             options,
-            own_address=self._own_address,
-            addresses={member.rank: (member.address, member.port) for member in self._members},
             reach=self.reach,
             greet=self.acceptor.greet,
             trace=trace,
         )
+        self._prepare_peers()
+        fabric.use_mesh(self)
+
+    def _prepare_peers(self) -> None:
         for peer in self._peers():
             peer.reopen = self._reopener.reopen
             if not self.reach.is_direct(peer.rank):  # the other end of its sockets may be another rank of this machine
                 peer.expect(replace(peer.options, shares_memory=False))
-        fabric.use_mesh(self)
 
     async def connect(self, timeout_s: float) -> None:
         """Wait until every connection is there; raise a clear error if not."""
@@ -421,6 +414,18 @@ class _Mesh:
             f"{'; '.join(reasons)}; check that all ranks make the same calls in the same order, and that a firewall "
             "lets the hosts connect to each other on any port"
         )
+
+
+def _terms_of(fabric: TcpFabric, generation: Generation, options: FabricOptions) -> Terms:
+    return Terms(
+        rank=fabric.rank,
+        world_size=fabric.world_size,
+        job_id=options.job_id,
+        epoch=generation.epoch,
+        key=derive_key(options.secret or generation.job_nonce, job_id=options.job_id),
+        num_classes=options.num_classes,
+        authenticates_frames=bool(options.authenticate_frames),  # decided by now
+    )
 
 
 def _with_classes(options: FabricOptions, priorities: Priorities) -> FabricOptions:

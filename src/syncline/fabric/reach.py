@@ -79,7 +79,7 @@ class Reach:
     ) -> None:
         self._terms = terms
         self._options = options
-        self._own_address = own_address
+        self.own_address = own_address
         self._members = members
         self._own = members[terms.rank]
         self._is_gone = is_gone
@@ -93,6 +93,10 @@ class Reach:
 
     def __repr__(self) -> str:
         return f"<Reach of rank {self._terms.rank}: {len(self._joined)} connections pass>"
+
+    def address_of(self, peer: int) -> tuple[str, int]:
+        """Return where ``peer`` listens."""
+        return self._members[peer].address, self._members[peer].port
 
     def is_dialled(self, peer: int) -> bool:
         """Whether this rank can dial ``peer``."""
@@ -174,8 +178,7 @@ class Reach:
         raise ConnectionRefusedError("no rank that can be dialled is left")
 
     async def _connect(self, rank: int, connect_s: float | None) -> socket.socket:
-        member = self._members[rank]
-        return await connect_to((member.address, member.port), self._own_address, self._options, connect_s=connect_s)
+        return await connect_to(self.address_of(rank), self.own_address, self._options, connect_s=connect_s)
 
     async def _call_at(self, where: int, peer: int, connection_class: int, connect_s: float | None) -> socket.socket:
         sock = await self._connect(where, connect_s)

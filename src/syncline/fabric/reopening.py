@@ -14,7 +14,7 @@ import contextlib
 import hmac
 import logging
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -83,23 +83,19 @@ class _Line:
 
 
 class Reopener:
-    """Opens the broken connections of one fabric again; ``addresses`` are those at which the ranks listen."""
+    """Opens the broken connections of one fabric again; ``greet`` shakes hands on a socket on which a peer begins."""
 
     def __init__(
         self,
         terms: Terms,
         options: FabricOptions,
         *,
-        own_address: str,
-        addresses: Mapping[int, tuple[str, int]],
         reach: Reach,
         greet: Callable[[socket.socket, str], object],
         trace: TraceSink | None,
     ) -> None:
         self._terms = terms
         self._options = options
-        self._own_address = own_address
-        self._addresses = addresses
         self._reach = reach
         self._greet = greet
         self._trace = trace
@@ -224,9 +220,9 @@ class Reopener:
                     sock, theirs = await dial_again(
                         self._terms,
                         self._options,
-                        own_address=self._own_address,
+                        own_address=self._reach.own_address,
                         peer=peer.rank,
-                        address=self._addresses[peer.rank],
+                        address=self._reach.address_of(peer.rank),
                         connection_class=connection_class,
                         resumption=Resumption(line.number, line.connection_id, position),
                         connect_s=self._connect_s(attempt),
@@ -253,7 +249,7 @@ class Reopener:
         for attempt, pause_s in enumerate(PAUSES_S):
             with contextlib.suppress(OSError):  # it may be busy, or the third rank at which both meet is gone
                 sock = await self._reach.call(peer.rank, connection_class, self._connect_s(attempt))
-                self._greet(sock, self._addresses[peer.rank][0])
+                self._greet(sock, self._reach.address_of(peer.rank)[0])
             await asyncio.sleep(pause_s)
 
     async def _ask(self, peer: Peer, connection_class: int, line: _Line) -> None:
@@ -265,8 +261,8 @@ class Reopener:
             try:
                 known = Resumption(line.number, line.connection_id, 0)
                 question = make_question(self._terms, peer.rank, connection_class, known)
-                address, connect_s = self._addresses[peer.rank], self._connect_s(attempt)
-                if await ask(self._options, self._own_address, question, address, connect_s=connect_s):
+                address, connect_s = self._reach.address_of(peer.rank), self._connect_s(attempt)
+                if await ask(self._options, self._reach.own_address, question, address, connect_s=connect_s):
                     return
             except ConnectionRefusedError:
                 raise _GoneError from None
