@@ -52,9 +52,10 @@ def test_the_demo_says_what_it_does_trains_and_sums_up(first_run):
 
 def test_the_rack_of_one_sends_gradients_and_parameters_once(first_run):
     """Per step S/2 of gradients and S/2 of parameters go up; the start adds the first broadcast of the model."""
-    row = re.search(r"rack-a +([\d.]+) MiB +([\d.]+) MiB", first_run[1])
+    row = re.search(r"rack-a +([\d.]+) MiB +([\d.]+) MiB +200 Mbit/s +\S+ s +([\d.]+) MiB", first_run[1])
     model_mib = 1_426_752 * 4 / (1 << 20)
     assert 6 * model_mib < float(row[1]) < 8 * model_mib
+    assert float(row[3]) == pytest.approx(6 * 1.5 * model_mib, rel=0.001)  # twice 3/4 of the model, on a ring of four
 
 
 @pytest.fixture(scope="module")

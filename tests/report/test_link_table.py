@@ -43,6 +43,18 @@ def test_each_link_has_its_bytes_its_rate_and_the_time_they_need(topology):
     ]
 
 
+def test_other_amounts_stand_beside_and_mark_nothing(topology):
+    other = amounts_of(rack={"up": 75_000_000}, h1={"down": 250_000_000})
+    table = link_table(topology, amounts_of(rack={"up": 25_000_000}), title="Bytes", beside={"a ring": other})
+    assert [str(column.header) for column in table.columns[4:]] == ["\nneeds", "a ring\nbytes", "\nneeds"]
+    assert [row[4:] for row in rows_of(table)] == [
+        ("1.00 s", "71.53 MiB", "3.00 s"),
+        ("-", "0 B", "-"),
+        ("-", "238.4 MiB", "2.00 s"),
+    ]
+    assert [bool(row.style) for row in table.rows] == [True, False, False]
+
+
 def test_the_busiest_link_is_marked_by_time_not_by_bytes(topology):
     table = link_table(topology, amounts_of(rack={"up": 50_000_000}, h1={"up": 125_000_000}), title="Bytes")
     assert [bool(row.style) for row in table.rows] == [True, False, False]

@@ -1,4 +1,4 @@
-"""What the training ends with: the curve, the bytes on each link, some lines by the model, the ranks' agreement."""
+"""What the training ends with: the curve, bytes on each link and DDP's there, lines by the model, who agrees."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torch import nn
 import syncline
 from syncline.demo.gpt import GPT, sample
 from syncline.report import draw_line_plot, link_table
+from syncline.schedule import Collective, plan_ring
+from syncline.schedule.traffic import link_bytes
 from syncline.topology import DirectedLink, Direction, Topology
 
 PROMPT = b"    def __init__(self"
@@ -32,6 +34,8 @@ class Closing:
     losses: Mapping[int, float]
     validation_loss: float
     link_bytes: Mapping[DirectedLink, int]
+    num_steps: int
+    """Steps of this run."""
     digests: tuple[int, ...]
     """A hash of each rank's parameters."""
 
@@ -57,13 +61,24 @@ def fleet_link_bytes(fleet: syncline.Fleet) -> dict[DirectedLink, int]:
     return dict(zip(links, counts.tolist(), strict=True))
 
 
+def ring_link_bytes(topology: Topology, num_bytes: int, num_steps: int) -> dict[DirectedLink, int]:
+    """Return what as many all-reduces of ``num_bytes`` on a ring put on each link, as those of gloo and NCCL do."""
+    ring = plan_ring(topology, Collective.ALL_REDUCE).draft
+    return {link: num_steps * amount for link, amount in link_bytes(ring, topology, num_bytes).items()}
+
+
 def show_closing(closing: Closing, topology: Topology, model: GPT, checkpoint: Path) -> None:
     """Print everything; rank 0 does."""
     console = Console(highlight=False)
     console.width = min(console.width, MAX_WIDTH)
     _show_curve(console, closing)
-    console.print(link_table(topology, closing.link_bytes, title="Bytes per link in this run, all ranks together"))
-    console.print("[dim]needs: the time of these bytes at the topology's rates; here all ranks share a machine[/]\n")
+    ring_bytes = ring_link_bytes(topology, 4 * model.num_parameters, closing.num_steps)
+    title = "Bytes per link in this run, all ranks together, and what DDP would have put there"
+    console.print(link_table(topology, closing.link_bytes, title=title, beside={"DDP": ring_bytes}))
+    console.print(
+        "[dim]needs: the time of these bytes at the topology's rates; here all ranks share a machine.\n"
+        "DDP: an all-reduce of the gradients in each step, on a ring of the ranks in their best order[/]\n"
+    )
     _show_sample(console, model)
     console.print(_agreement(closing.digests))
     console.print(f"Checkpoint: {checkpoint}")

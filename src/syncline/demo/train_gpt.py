@@ -224,6 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.is_resumed:
             resume(training)
         display = choose_display(fleet.rank, first_step=training.step, num_steps=options.num_steps)
+        first_step = training.step
         train(training, wish, display)
         save(training)
         if training.step < options.num_steps:
@@ -234,6 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             losses=training.losses,
             validation_loss=validate(training),
             link_bytes=fleet_link_bytes(fleet),
+            num_steps=training.step - first_step,
             digests=parameter_digests(fleet, training.model),
         )
         if fleet.rank == 0:

@@ -42,8 +42,16 @@ def format_rates(link: Link) -> str:
     return up if up == down else f"{up} / {down}"
 
 
-def link_table(topology: Topology, amounts: Mapping[DirectedLink, int], *, title: str) -> Table:
+def link_table(
+    topology: Topology,
+    amounts: Mapping[DirectedLink, int],
+    *,
+    title: str,
+    beside: Mapping[str, Mapping[DirectedLink, int]] | None = None,
+) -> Table:
     """Lay out ``amounts`` (bytes) for rich, a row for each link; the one that its bytes keep busy longest is marked.
+
+    ``beside``: other amounts to compare with, by what stands above their columns: the bytes of the busier way.
 
     >>> from syncline.topology import DirectedLink
     >>> link_table(Topology.flat(2, rate=1e6), {DirectedLink("h0", "up"): 4096}, title="links").row_count
@@ -54,18 +62,33 @@ def link_table(topology: Topology, amounts: Mapping[DirectedLink, int], *, title
     busiest_s = max(seconds.values(), default=0.0)
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("link above")
+    others = beside or {}
+    above = "\n" if others else ""
     for heading in ("up", "down", "rate", "needs"):
-        table.add_column(heading, justify="right")
+        table.add_column(above + heading, justify="right")
+    for other in others:
+        for heading in (f"{other}\nbytes", "\nneeds"):
+            table.add_column(heading, justify="right")
     for name, link, depth in links:
         table.add_row(
             "  " * depth + name,
             format_size(amounts.get(DirectedLink(name, "up"), 0)),
             format_size(amounts.get(DirectedLink(name, "down"), 0)),
             format_rates(link),
-            f"{seconds[name]:.2f} s" if seconds[name] > 0 else "-",
+            _format_s(seconds[name]),
+            *(cell for each in others.values() for cell in _busier_way(name, link, each)),
             style="bold yellow" if seconds[name] == busiest_s > 0 else "",
         )
     return table
+
+
+def _busier_way(name: str, link: Link, amounts: Mapping[DirectedLink, int]) -> tuple[str, str]:
+    most = max(amounts.get(DirectedLink(name, "up"), 0), amounts.get(DirectedLink(name, "down"), 0))
+    return format_size(most), _format_s(_busy_s(name, link, amounts))
+
+
+def _format_s(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds > 0 else "-"
 
 
 def _busy_s(name: str, link: Link, amounts: Mapping[DirectedLink, int]) -> float:
