@@ -1,9 +1,12 @@
 """What the reference shows has an example: each name in its docstring, each public member there or in its class's."""
 
 import inspect
+import re
 
 import pytest
 
+import syncline
+from misuse_calls import World
 from reference_names import PAGES, REFERENCE, names_of
 
 WITHOUT_EXAMPLE = {
@@ -33,6 +36,17 @@ def test_each_public_member_of_the_reference_says_something(name: str) -> None:
     asked = {key: value for key, value in members.items() if callable(value) or isinstance(value, property)}
     asked |= {key: value for key, value in members.items() if isinstance(value, classmethod | staticmethod)}
     assert not [key for key, value in asked.items() if not inspect.isclass(value) and not value.__doc__]
+
+
+def test_a_fleet_and_its_page_show_what_is_for_users() -> None:
+    page = next(page.read_text() for page in PAGES if page.stem == "training")
+    hidden = [re.compile(text) for text in re.findall(r'^ +- "!(.+)"$', page, re.MULTILINE)]
+    with World() as world:
+        shown = {name for name in dir(world.fleet) if not name.startswith("_")}
+        names = vars(syncline.Fleet).keys() | vars(world.fleet).keys()
+    assert {name for name in names if not any(pattern.search(name) for pattern in hidden)} == shown
+    assert {"rank", "all_reduce", "on_close", "close", "metrics", "trace"} <= shown
+    assert not {"growth", "recovery", "communicator", "error_in_flight", "notice"} & shown
 
 
 def test_names_of_every_kind_are_found() -> None:

@@ -28,6 +28,7 @@ from syncline.tensors.reductions import Operation
 from syncline.tensors.work import PendingCalls, TensorWork
 from syncline.topology import Topology
 
+_OF_THE_LIBRARY = frozenset({"add_update", "close_at_exit", "notice"})
 _entering = threading.Lock()
 _current: Fleet | None = None
 
@@ -80,6 +81,10 @@ class Fleet(FabricPlace):
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else self.topology.name
         return f"<Fleet: rank {self.rank} of {self.world_size}, {state}>"
+
+    def __dir__(self) -> list[str]:
+        """List what is for users: what the class says in public but for :data:`_OF_THE_LIBRARY`."""
+        return sorted(name for name in (*vars(Fleet), *vars(object)) if name not in _OF_THE_LIBRARY)
 
     def __enter__(self) -> Fleet:
         return self
