@@ -87,7 +87,7 @@ void Splices::close() {
         (void)!write(wake_fd_, &one, sizeof one);
     }
     thread_.join();
-    while (!of_socket_.empty()) drop(of_socket_.begin()->second);
+    while (!of_socket_.empty()) drop(of_socket_.begin()->first);
     ::close(epoll_fd_);
     ::close(wake_fd_);
 }
@@ -132,10 +132,10 @@ bool Splices::carry(Splice& splice) {
             is_busy |= round == MAX_ROUNDS;
         }
     } catch (const std::system_error&) {
-        drop(of_socket_.at(splice.ways[0].from));
+        drop(splice.ways[0].from);
         return false;
     }
-    if (splice.ways[0].is_over && splice.ways[1].is_over) drop(of_socket_.at(splice.ways[0].from));
+    if (splice.ways[0].is_over && splice.ways[1].is_over) drop(splice.ways[0].from);
     return is_busy;
 }
 
@@ -168,15 +168,15 @@ bool Splices::carry_way(Way& way) {
     return has_read;
 }
 
-// Both ends learn it: the sockets are shut down, whoever else holds them.
-void Splices::drop(const std::shared_ptr<Splice>& splice) {
-    const auto held = splice;
-    for (const Way& way : held->ways) {
+// Both ends of what is joined at `socket` learn it: the sockets are shut down, whoever else holds them.
+void Splices::drop(int socket) {
+    const std::shared_ptr<Splice> splice = std::move(of_socket_.at(socket));
+    for (const Way& way : splice->ways) {
         epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, way.from, nullptr);
         shutdown(way.from, SHUT_RDWR);
         of_socket_.erase(way.from);
     }
-    ended_.push_back(held->number);
+    ended_.push_back(splice->number);
     const uint64_t one = 1;
     (void)!write(ended_fd_, &one, sizeof one);
 }

@@ -66,7 +66,7 @@ class Splices {
     void run();
     bool carry(Splice& splice);
     bool carry_way(Way& way);
-    void drop(const std::shared_ptr<Splice>& splice);
+    void drop(int socket);
 };
 
 }  // namespace syncline
