@@ -61,6 +61,15 @@ def test_replicas_that_are_no_level_are_shown_too():
     assert found.results[-1].name == "as asked"
 
 
+def test_a_level_has_the_number_by_which_it_is_asked_for():
+    topology = Topology.parse(
+        "{switch: top, children: [{switch: only, uplink: 1 Gbit/s, children: "
+        "[{host: 'h[0-1]', uplink: 1 Gbit/s, ranks: 2}]}]}"
+    )
+    results = {result.name: result.replicas for result in plan_replicas(topology, NUM_BYTES, "auto").results}
+    assert results == {"none": find_replicas(topology, 0), "level 2": find_replicas(topology, 2)}
+
+
 @pytest.mark.parametrize(
     ("text", "meaning"), [("host", "host"), ("auto", "auto"), ("2", 2), ("rack-a,rack-b", ("rack-a", "rack-b"))]
 )

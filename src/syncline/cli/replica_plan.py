@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from rich import box
@@ -80,8 +81,8 @@ def plan_replicas(
     asked = None if replicate == "auto" else find_replicas(topology, replicate)
     chosen = asked or choose_replicas(topology, num_bytes, portions=portions, slice_bytes=slice_bytes).replicas
     choices = {
-        "none" if len(replicas) == 1 else f"level {level}": replicas
-        for level, replicas in enumerate(levels_of(topology))
+        "none" if len(replicas) == 1 else f"level {_level_of(replicas, topology)}": replicas
+        for replicas in levels_of(topology)
         if max(map(len, replicas)) > 1
     }
     if chosen not in choices.values():
@@ -91,6 +92,11 @@ def plan_replicas(
         for name, replicas in choices.items()
     ]
     return ReplicaPlan(topology=topology, num_bytes=num_bytes, chosen=chosen, results=tuple(results))
+
+
+def _level_of(replicas: Replicas, topology: Topology) -> int:
+    """Return the first level with these replicas: a switch with one child divides as what is below it."""
+    return next(level for level in count() if find_replicas(topology, level) == replicas)
 
 
 def _result(name: str, step: ReplicaStep) -> ReplicaResult:

@@ -136,13 +136,24 @@ def choose_sites(topology: Topology, num_bytes: int, bits: int) -> tuple[Replica
 
 def _predict_s(topology: Topology, sites: Replicas, num_bytes: int, bits: int) -> float:
     inside_s = max(lower_bound(topology.restricted(ranks), Collective.ALL_REDUCE, num_bytes) for ranks in sites)
+    crossing = crossing_bytes(topology, sites, num_bytes, bits)
+    return inside_s + max(num / _bytes_per_s(topology, link) for link, num in crossing.items())
+
+
+def crossing_bytes(topology: Topology, sites: Replicas, num_bytes: int, bits: int) -> dict[DirectedLink, float]:
+    """Return the bytes of codes on each link that some cross: of ``num_bytes`` of sums to owners, and back."""
     crossing: dict[DirectedLink, float] = {}
     cells = cells_of(_even_owners(num_bytes // 4, topology.num_ranks), sites)
     pairs = [(cell, collector) for cell in cells for collector in cell.collectors if collector != cell.owner]
     for cell, collector in pairs:
         for link in (*topology.route(collector, cell.owner), *topology.route(cell.owner, collector)):
             crossing[link] = crossing.get(link, 0.0) + (cell.stop - cell.start) * (bits + 0.125) / 8
-    return inside_s + max(num / _bytes_per_s(topology, link) for link, num in crossing.items())
+    return crossing
+
+
+def time_with_codes_s(coded_s: float, num_bytes: int, coding_s_per_byte: float, num_buckets: int) -> float:
+    """Return the time on links, with that of coding and of the calls of each bucket's crossing."""
+    return coded_s + coding_s_per_byte * num_bytes + _CALLS_S * num_buckets
 
 
 def _bytes_per_s(topology: Topology, link: DirectedLink) -> float:
@@ -173,7 +184,7 @@ def compress(setting: Setting, wish: Compress) -> None:
     if is_auto and sites:
         coding_s = max(collectives.control.gather_numbers(codec.measure_s_per_byte(), "speed of coding"))
         whole_s = lower_bound(topology, Collective.ALL_REDUCE, DEFAULT_BUCKET_BYTES)
-        if coded_s + coding_s * DEFAULT_BUCKET_BYTES + _CALLS_S > _PAYS * whole_s:
+        if time_with_codes_s(coded_s, DEFAULT_BUCKET_BYTES, coding_s, 1) > _PAYS * whole_s:
             return
     if sites:
         collectives.crossing = SiteCrossing(setting, codec, sites)

@@ -1,0 +1,351 @@
+"""What ``syncline advise`` finds: how long a step of one model takes under each rule, and what would help more.
+
+A step computes for ``compute_s``, one part forward and two backward. What a rule reduces follows the backward pass,
+bucket after bucket, at the rate at which all buckets together are predicted to be reduced; what it gathers comes after
+that, or under the next forward pass, which waits for it (:mod:`syncline.priorities.forward_timing`), but not before
+links have carried both. The *exposed* time is what a step takes beyond computing. Times on links are those of
+``syncline plan``, and with codes those by which ``compress="auto"`` decides, where owners are about even, as that
+supposes. Each change is predicted as the job itself is: all rules, the fastest of them.
+
+Left out: processors that are shared or busy, latency that the topology does not give, data, and the optimizer's step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from syncline.cli.comparison import compare_planners
+from syncline.cli.replica_plan import plan_replicas
+from syncline.priorities.class_search import search_classes
+from syncline.priorities.forward_timing import (
+    BACKWARD_PER_FORWARD,
+    ForwardProfile,
+    assumed_issue_s,
+    predict_forward,
+)
+from syncline.priorities.terms import Priorities
+from syncline.runtime.plans import Plans, plan_best, predicted_slice_bytes
+from syncline.schedule import Collective, CostModel, Prediction, lower_bound, with_gateways_chosen
+from syncline.schedule.step_candidates import BALANCED, compare_caps, draft_sharded_steps
+from syncline.schedule.step_prediction import StepPrediction, shares_of
+from syncline.topology import DirectedLink, Host, Link, Rank, Socket, Switch, Topology
+from syncline.units import format_duration, format_rate
+
+ADAM_COPIES = 2
+"""Numbers of optimizer state for each parameter."""
+RING = "DDP's ring"
+PERIOD = 16
+"""Of ``LocalSteps()``."""
+MATTERS = 0.05
+"""Of a step: a smaller exposed part leaves nothing to gain on the network, and codes must save more."""
+LEAST_GAIN = 0.03
+MOST_SENTENCES, MOST_HOSTS = 3, 16
+_CAPS: Mapping[float | None, str] = {1.25: "1.25", 2.0: "2", None: '"fastest"'}
+_STEP_PER_FORWARD = 1 + BACKWARD_PER_FORWARD
+_SHORTEST_S, _ROUNDING = 1e-9, 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moves:
+    """What one rule moves in a step: ``reduce_s`` may run under the backward pass, ``gather_s`` only after it."""
+
+    name: str
+    reduce_s: float
+    gather_s: float = 0.0
+    both_s: float = 0.0
+    """What the two take at once, as links that carry both allow."""
+    most_owned: float = 1.0
+    link: DirectedLink | None
+    """The busiest, None where none limits."""
+    link_bytes: int
+    is_awaited: bool = True
+    """Whether ``step()`` waits for what is gathered; else the next forward pass does."""
+    has_classes: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleStep:
+    """One rule's step."""
+
+    name: str
+    step_s: float
+    exposed_s: float
+    state_bytes: int
+    """Of an optimizer that keeps two numbers for each parameter, on the rank that has most."""
+    link: DirectedLink | None
+    link_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """The rules for one model on one network. Sequences go by bucket, in forward order.
+
+    ``coding_s_per_byte``: what coding costs with so many bits, for each that is to be tried.
+    """
+
+    topology: Topology
+    num_bytes: tuple[int, ...]
+    forward_s: tuple[float, ...]
+    coding_s_per_byte: Mapping[int, float]
+
+    @property
+    def compute_s(self) -> float:
+        """What a rank computes in a step."""
+        return _STEP_PER_FORWARD * math.fsum(self.forward_s)
+
+    @property
+    def num_trained(self) -> int:
+        """The ranks that have data."""
+        return self.topology.num_ranks - len(self.topology.helpers)
+
+    @cached_property
+    def rows(self) -> tuple[RuleStep, ...]:
+        """All rules, the fastest first, and DDP's ring at the end where every rank may speak to others."""
+        return self._rows(self.forward_s)
+
+    def _rows(self, forward_s: tuple[float, ...]) -> tuple[RuleStep, ...]:
+        rows = (self._row(each, forward_s) for each in self._moves)
+        return tuple(sorted(rows, key=lambda row: (row.name == RING, row.step_s)))
+
+    @property
+    def best(self) -> RuleStep:
+        """The fastest; one that sends codes only if nothing else takes about as long."""
+        return _best(self.rows)
+
+    def sentences(self) -> list[str]:
+        """Return what would help more, what helps most first, each by a prediction."""
+        best = self.best
+        if best.exposed_s < MATTERS * best.step_s:
+            return [
+                f"The network does not matter here: {1 - best.exposed_s / best.step_s:.1%} of a step is computing, so "
+                "that only faster machines would help."
+            ]
+        told = sorted(self._changes(), reverse=True)
+        return [sentence for gain, sentence in told if gain >= LEAST_GAIN][:MOST_SENTENCES]
+
+    def to_json(self, batch: int | None = None) -> dict[str, Any]:
+        """Return everything as plain values."""
+        return {
+            "topology": self.topology.name,
+            "num_ranks": self.topology.num_ranks,
+            "num_bytes": sum(self.num_bytes),
+            "compute_s": self.compute_s,
+            "rules": [
+                asdict(row)
+                | {"link": str(row.link) if row.link else None, "samples_per_s": self.samples_per_s(row, batch)}
+                for row in self.rows
+            ],
+            "changes": self.sentences(),
+        }
+
+    def samples_per_s(self, row: RuleStep, batch: int | None) -> float | None:
+        """Return what all ranks train on, where each has ``batch`` samples in a step."""
+        return None if batch is None else batch * self.num_trained / row.step_s
+
+    @cached_property
+    def _moves(self) -> list[Moves]:
+        """What each rule moves."""
+        topology, total = with_gateways_chosen(self.topology, sum(self.num_bytes)), sum(self.num_bytes)
+        if topology.num_ranks == 1:
+            return [Moves(name="one rank alone", reduce_s=0.0, link=None, link_bytes=0)]
+        comparison = compare_planners(topology, Collective.ALL_REDUCE, total)
+        divided = [*_sharded(topology, total), *_replicated(topology, total)]
+        if divided[0].most_owned <= BALANCED / topology.num_ranks + _ROUNDING:
+            divided += self._coded(topology, "Sharded", divided[0].most_owned)
+        overlapped = [
+            replace(each, name=f"{each.name[:-1]}, overlap_forward=True)".replace("(, ", "("), is_awaited=False)
+            for each in divided
+        ]
+        one = replace(overlapped[0], name=f"{overlapped[0].name} with priorities=False", has_classes=False)
+        rings = [_moved(RING, topology, result.prediction) for result in comparison.results if result.planner == "ring"]
+        whole = _moved("AllReduce()", topology, comparison.winner.prediction)
+        return [whole, *self._coded(topology, "AllReduce", 1.0), *divided, *overlapped, one, *rings]
+
+    @cached_property
+    def _backlog_bytes(self) -> int:
+        return Plans(self.topology, plan_best, slice_bytes=None).inflight_bytes
+
+    def _coded(self, topology: Topology, rule: str, most_owned: float) -> Iterator[Moves]:
+        from syncline.updates.compression import choose_sites, crossing_bytes, time_with_codes_s
+
+        total = sum(self.num_bytes)
+        for bits, coding_s in () if topology.gateways else self.coding_s_per_byte.items():
+            sites, coded_s = choose_sites(topology, total, bits)
+            wire_s = coded_s / CostModel().payload_share
+            seconds = time_with_codes_s(wire_s, total, coding_s, len(self.num_bytes))
+            crossing = crossing_bytes(topology, sites, total, bits)
+            link = max(crossing, key=lambda each: crossing[each] / _rate(topology, each))
+            gather_s = seconds / 2 if rule == "Sharded" else 0.0
+            yield Moves(
+                name=f'{rule}(compress="int{bits}")',
+                reduce_s=seconds - gather_s,
+                gather_s=gather_s,
+                both_s=seconds,
+                most_owned=most_owned,
+                link=link,
+                link_bytes=round(crossing[link]),
+            )
+
+    def _row(self, moves: Moves, forward_s: tuple[float, ...]) -> RuleStep:
+        exposed_s = self._exposed_s(moves, forward_s)
+        return RuleStep(
+            name=moves.name,
+            step_s=_STEP_PER_FORWARD * math.fsum(forward_s) + exposed_s,
+            exposed_s=exposed_s,
+            state_bytes=round(ADAM_COPIES * moves.most_owned * sum(self.num_bytes)),
+            link=moves.link,
+            link_bytes=moves.link_bytes,
+        )
+
+    def _exposed_s(self, moves: Moves, forward_s: tuple[float, ...]) -> float:
+        total = sum(self.num_bytes)
+        issued_s = assumed_issue_s(self.num_bytes, forward_s, total / max(moves.reduce_s, _SHORTEST_S))
+        if moves.is_awaited:
+            return issued_s[0] + moves.gather_s
+        profile = ForwardProfile(
+            num_bytes=self.num_bytes,
+            forward_s=forward_s,
+            issued_s=issued_s,
+            bytes_per_s=total / max(moves.gather_s, _SHORTEST_S),
+            backlog_bytes=self._backlog_bytes,
+        )
+        priorities = self.topology.priorities or Priorities()
+        one_s = predict_forward(profile, (0,) * len(self.num_bytes)).time_s
+        found_s = search_classes(profile, priorities.num_classes).time_s if moves.has_classes else one_s
+        awaited_s = (found_s if found_s <= (1 - priorities.min_gain) * one_s else one_s) - math.fsum(forward_s)
+        # nothing moves while the last layer computes: its parameters are the last to come, its gradient the first
+        return max(awaited_s, moves.both_s - _STEP_PER_FORWARD * math.fsum(forward_s[:-1]))
+
+    def _changes(self) -> Iterator[tuple[float, str]]:
+        """Yield what each change gains in samples per second, and a sentence on it."""
+        best, now = self.best, f"in place of {format_duration(self.best.step_s)}"
+        if best.link is not None and not isinstance(self.topology.node(best.link.child), Socket | Rank):
+            faster = self._with_faster(best.link).best
+            rate = format_rate(2 * _rate(self.topology, best.link))
+            yield (
+                best.step_s / faster.step_s - 1,
+                f"With the link above {best.link.child} twice as fast ({rate} {best.link.direction}) a step takes "
+                f"{format_duration(faster.step_s)} {now} ({faster.name}).",
+            )
+        larger = _best(self._rows(tuple(2 * seconds for seconds in self.forward_s)))
+        gain = 2 * best.step_s / larger.step_s - 1
+        yield (
+            gain,
+            f"With a batch twice as large, so that a step computes for {format_duration(2 * self.compute_s)}, it takes "
+            f"{format_duration(larger.step_s)}: {_more(gain)} per second ({larger.name}).",
+        )
+        yield from self._with_one_less(now)
+        if best.exposed_s > self.compute_s and not self.topology.helpers:
+            whole = next(each for each in self._moves if each.name == "AllReduce()")
+            step_s = max(self.compute_s, whole.reduce_s / PERIOD)
+            yield (
+                best.step_s / step_s - 1,
+                f"LocalSteps() moves everything once in {PERIOD} steps while it computes on, so that one takes "
+                f"{format_duration(step_s)} {now}; it is another algorithm, whose loss is to be watched.",
+            )
+
+    def _with_faster(self, link: DirectedLink) -> Advice:
+        rates = self.topology.node(link.child).link
+        assert rates is not None, "there is no link above the root"
+        twice = replace(rates, up_bytes_per_s=2 * rates.up_bytes_per_s, down_bytes_per_s=2 * rates.down_bytes_per_s)
+        return replace(self, topology=replace(self.topology, root=_with_link(self.topology.root, link.child, twice)))
+
+    def _with_one_less(self, now: str) -> Iterator[tuple[float, str]]:
+        """Predict the job without the host whose loss leaves most, by the bound: of hosts that are alike the first."""
+        parent_of = self.topology.parent_of
+        alike = {
+            (getattr(parent_of(host.name), "name", ""), repr(host.link), len(host.ranks)): host
+            for host in reversed(self.topology.hosts)
+        }
+        by_rate = sorted(alike.values(), key=self._narrowest)[:MOST_HOSTS]
+        left = [(host, self._without(host)) for host in by_rate if len(self.topology.hosts) > 1]
+        for host, less in sorted(left, key=lambda one: one[1].most_samples_per_s, reverse=True)[:1]:
+            gain = (less.num_trained / less.best.step_s) / (self.num_trained / self.best.step_s) - 1
+            yield (
+                gain,
+                f"Without {host.name} a step takes {format_duration(less.best.step_s)} {now}: {_more(gain)} per "
+                f"second, with {less.topology.num_ranks} ranks in place of {self.topology.num_ranks}.",
+            )
+
+    @property
+    def most_samples_per_s(self) -> float:
+        """What no all-reduce of everything can exceed, for a batch of one: cheap to know."""
+        bound_s = lower_bound(self.topology, Collective.ALL_REDUCE, sum(self.num_bytes))
+        return self.num_trained / max(self.compute_s, bound_s)
+
+    def _without(self, host: Host) -> Advice:
+        own = {rank.rank for rank in host.ranks}
+        others = [rank for rank in range(self.topology.num_ranks) if rank not in own]
+        return replace(self, topology=self.topology.restricted(others))
+
+    def _narrowest(self, host: Host) -> float:
+        links = [node.link for node in self.topology.path(host.ranks[0].rank) if node.link]
+        return min(min(link.up_bytes_per_s, link.down_bytes_per_s) for link in links)
+
+
+def _best(rows: tuple[RuleStep, ...]) -> RuleStep:
+    exact = next(row for row in rows if "compress=" not in row.name)
+    return exact if exact.step_s <= (1 + MATTERS) * rows[0].step_s else rows[0]
+
+
+def _more(gain: float) -> str:
+    return f"{gain:.0%} more samples" if gain < 1 else f"{1 + gain:.1f} times the samples"
+
+
+def _sharded(topology: Topology, total: int) -> Iterator[Moves]:
+    """Yield a plain step for each choice of portions that changes it."""
+    slice_bytes, told = predicted_slice_bytes(topology), set()
+    balanced = draft_sharded_steps(topology, total, slice_bytes=slice_bytes)[0]
+    caps = compare_caps(topology, total, list(_CAPS), slice_bytes)
+    named = [("Sharded()", balanced), *((f"Sharded(portions={_CAPS[cap]})", found) for cap, found in caps)]
+    for name, ((scatter, _), prediction) in named:
+        halves, most_owned = (prediction.reduce_scatter, prediction.all_gather), max(shares_of(scatter))
+        figures = (halves[0].time_s, halves[1].time_s, most_owned)
+        if figures not in told:
+            told.add(figures)
+            yield _moved(name, topology, *halves, most_owned=most_owned)
+
+
+def _replicated(topology: Topology, total: int) -> Iterator[Moves]:
+    for result in plan_replicas(topology, total, "auto").results:
+        if len(result.replicas) > 1:
+            name = f"Sharded(replicate={result.name.removeprefix('level ')})"
+            yield _moved(name, topology, result.within, result.after, most_owned=max(result.shares))
+
+
+def _moved(
+    name: str, topology: Topology, first: Prediction, second: Prediction | None = None, *, most_owned: float = 1.0
+) -> Moves:
+    """Return what is predicted of a rule, with the link that is busy longest in both parts together."""
+    parts = [first] if second is None else [first, second]
+    busy_s = {link: sum(part.link_s[link] for part in parts) for link in first.link_s}
+    link = max(busy_s, key=busy_s.__getitem__)
+    carried = busy_s[link] * _rate(topology, link) * CostModel().payload_share if busy_s[link] else 0.0
+    return Moves(
+        name=name,
+        reduce_s=first.time_s,
+        gather_s=0.0 if second is None else second.time_s,
+        both_s=0.0 if second is None else StepPrediction(reduce_scatter=first, all_gather=second).overlapped_s,
+        most_owned=most_owned,
+        link=link if busy_s[link] else None,
+        link_bytes=round(carried),
+    )
+
+
+def _rate(topology: Topology, link: DirectedLink) -> float:
+    rates = topology.node(link.child).link
+    assert rates is not None, "there is no link above the root"
+    return rates.bytes_per_s(link.direction)
+
+
+def _with_link(node: Any, name: str, link: Link) -> Any:
+    """Return a tree in which that node hangs by that link; what is inside of hosts stays."""
+    if node.name == name:
+        return replace(node, link=link)
+    if not isinstance(node, Switch):
+        return node
+    return replace(node, children=tuple(_with_link(child, name, link) for child in node.children))

@@ -1,0 +1,188 @@
+"""``syncline advise``: the order of rules and their figures, against ``plan``, formulas and changed networks."""
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+from rich.console import Console
+
+from syncline.cli.advice import RING, Advice
+from syncline.cli.advise import advise, show
+from syncline.cli.comparison import compare_planners
+from syncline.cli.replica_plan import plan_replicas
+from syncline.cli.step_plan import plan_step
+from syncline.errors import ConfigurationError, SynclineError
+from syncline.schedule import Collective, CostModel
+from syncline.topology import Topology
+from syncline.units import format_duration
+
+MIB = 1 << 20
+BUCKETS = (4 * MIB,) * 4
+SHIPPED = ["two-racks-5-3", "three-racks-uneven-uplinks", "flat-8", "deep-asymmetric", "two-sites", "demo-1-3"]
+HOME = "{{switch: s, children: [{{host: 'h[0-3]', uplink: 1 Gbit/s}}, {{host: home, uplink: {}}}]}}"
+
+
+def advice_on(topology, *, compute_s, num_bytes=BUCKETS, coding_s=None):
+    network = Topology.load(topology) if isinstance(topology, str) else topology
+    forward_s = (compute_s / 3 / len(num_bytes),) * len(num_bytes)
+    return Advice(topology=network, num_bytes=num_bytes, forward_s=forward_s, coding_s_per_byte=coding_s or {})
+
+
+def row_of(advice, name):
+    return next(row for row in advice.rows if row.name == name)
+
+
+def planned_s(topology, num_bytes):
+    """What ``plan`` says of each rule that waits for all that it moves."""
+    whole = compare_planners(topology, Collective.ALL_REDUCE, num_bytes)
+    times_s = {"AllReduce()": whole.winner.prediction.time_s}
+    times_s[RING] = next(result.prediction.time_s for result in whole.results if result.planner == "ring")
+    step = plan_step(topology, num_bytes, "balanced").to_json()
+    times_s["Sharded()"] = step["planners"][0]["time_s"]
+    for cap in step["caps"][1:]:
+        portions = f"{cap['cap']:g}" if cap["cap"] else '"fastest"'
+        times_s[f"Sharded(portions={portions})"] = cap["time_s"]
+    for choice in plan_replicas(topology, num_bytes, "auto").to_json()["choices"][1:]:
+        name = f"Sharded(replicate={choice['name'].removeprefix('level ')})"
+        times_s[name] = choice["under_backward_s"] + choice["after_step_s"]
+    return times_s
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_where_nothing_is_computed_rules_take_what_plan_says_in_that_order(name):
+    advice = advice_on(name, compute_s=1e-9)
+    expected_s = planned_s(advice.topology, sum(BUCKETS))
+    shown = [row.name for row in advice.rows if row.name in expected_s]
+    assert {"AllReduce()", "Sharded()", RING} <= set(shown)
+    assert shown[-1] == RING
+    for each in shown:
+        assert row_of(advice, each).step_s == pytest.approx(expected_s[each], rel=1e-5)
+    in_order_s = [expected_s[each] for each in shown[:-1]]
+    assert all(one <= other * (1 + 1e-5) for one, other in pairwise(in_order_s))
+    left_out_s = {expected_s[each] for each in set(expected_s) - set(shown)}  # portions that change nothing
+    assert all(any(seconds == pytest.approx(kept, rel=1e-5) for kept in in_order_s) for seconds in left_out_s)
+
+
+@pytest.mark.parametrize("compute_s", [0.1, 0.8])
+@pytest.mark.parametrize("name", SHIPPED)
+def test_no_rule_is_faster_than_its_busiest_link_or_its_computing(name, compute_s):
+    advice = advice_on(name, compute_s=compute_s)
+    assert len(advice.rows) > 4
+    for row in advice.rows:
+        rate = advice.topology.node(row.link.child).link.bytes_per_s(row.link.direction) * CostModel().payload_share
+        assert row.step_s >= max(compute_s, row.link_bytes / rate) * (1 - 1e-6)
+
+
+def test_what_is_reduced_hides_under_the_backward_pass_until_the_last_bucket():
+    pair = Topology.flat(2, rate=125e6)
+    whole_s = planned_s(pair, 2 * MIB)["AllReduce()"]
+    compute_s = {"links": whole_s / 2, "computing": 6 * whole_s}  # a bucket's backward pass takes a third of it
+    slow, fast = (advice_on(pair, compute_s=each, num_bytes=(MIB, MIB)) for each in compute_s.values())
+    assert row_of(slow, "AllReduce()").exposed_s == pytest.approx(whole_s - compute_s["links"] / 3)
+    assert row_of(fast, "AllReduce()").exposed_s == pytest.approx(whole_s / 2)
+    halves = plan_step(pair, 2 * MIB, "balanced").results[0].prediction
+    expected_s = halves.reduce_scatter.time_s / 2 + halves.all_gather.time_s
+    assert row_of(fast, "Sharded()").exposed_s == pytest.approx(expected_s)
+    assert row_of(fast, "Sharded(overlap_forward=True)").exposed_s < expected_s
+
+
+def test_state_and_bytes_are_those_of_a_formula():
+    advice = advice_on("flat-8", compute_s=0.1)
+    total = sum(BUCKETS)
+    for name, share in (("AllReduce()", 1.0), ("Sharded()", 1 / 8)):
+        row = row_of(advice, name)
+        assert row.state_bytes == pytest.approx(2 * total * share)  # Adam's two numbers
+        assert row.link_bytes == pytest.approx(2 * 7 / 8 * total, rel=1e-6)
+
+
+def test_the_host_on_a_slow_link_is_the_one_to_leave_out():
+    advice = advice_on(Topology.parse(HOME.format("10 Mbit/s")), compute_s=0.25)
+    first, second, third = advice.sentences()
+    without = advice_on(Topology.flat(4, rate=125e6), compute_s=0.25).best
+    assert first.startswith(f"Without home a step takes {format_duration(without.step_s)} in place of")
+    times = (4 / without.step_s) / (5 / advice.best.step_s)
+    assert f"{times:.1f} times the samples per second, with 4 ranks in place of 5" in first
+    local_s = row_of(advice_on(advice.topology, compute_s=1e-9), "AllReduce()").step_s / 16
+    assert second.startswith("LocalSteps() moves everything once in 16 steps")
+    assert f"one takes {format_duration(local_s)} in" in second
+    assert third.startswith("With ")
+
+
+def test_a_faster_uplink_and_a_larger_batch_are_predicted_as_a_job_that_has_them():
+    advice = advice_on(Topology.parse(HOME.format("200 Mbit/s")), compute_s=0.7)
+    faster = advice_on(Topology.parse(HOME.format("400 Mbit/s")), compute_s=0.7).best
+    larger = advice_on(advice.topology, compute_s=1.4).best
+    uplink, batch = (
+        next(each for each in advice.sentences() if each.startswith(f"With {what}")) for what in ("the link", "a batch")
+    )
+    assert "the link above home twice as fast (400 Mbit/s" in uplink
+    assert f"a step takes {format_duration(faster.step_s)} in" in uplink
+    assert f"it takes {format_duration(larger.step_s)}:" in batch
+    assert f"{2 * advice.best.step_s / larger.step_s - 1:.0%} more samples" in batch
+
+
+def test_on_a_fast_network_it_does_not_matter_and_nothing_is_coded():
+    advice = advice_on(Topology.flat(8, rate=1.25e9), compute_s=0.25, coding_s={8: 0.0, 4: 0.0})
+    assert 'AllReduce(compress="int4")' in [row.name for row in advice.rows]
+    assert "compress" not in advice.best.name
+    (sentence,) = advice.sentences()
+    assert sentence.startswith("The network does not matter here: 9")
+
+
+def test_codes_are_counted_with_their_bits_and_what_coding_costs():
+    free, dear = (
+        advice_on("two-racks-5-3", compute_s=1e-9, coding_s={8: seconds, 4: seconds}) for seconds in (0.0, 1e-6)
+    )
+    int8, int4 = (row_of(free, f'AllReduce(compress="int{bits}")') for bits in (8, 4))
+    assert int8.link_bytes / int4.link_bytes == pytest.approx(8.125 / 4.125, rel=1e-3)
+    assert free.best.name.startswith(("AllReduce(compress=", "Sharded(compress="))
+    assert row_of(dear, int8.name).step_s - int8.step_s == pytest.approx(sum(BUCKETS) * 1e-6, rel=1e-6)
+
+
+def test_the_table_fits_into_80_columns_and_gateways_leave_out_what_cannot_keep_to_them():
+    console = Console(record=True, width=80)
+    text = "{switch: s, children: [{host: 'h[0-1]', uplink: 100 Mbit/s, ranks: 2, gateway: one}]}"
+    advice = advice_on(Topology.parse(text), compute_s=0.1, coding_s={8: 0.0})
+    show(advice, 16, console)
+    shown = console.export_text()
+    assert "…" not in shown
+    assert "samples/s" in shown
+    assert all(word not in shown for word in (RING, "int8"))
+
+
+def test_programs_can_read_the_figures(tmp_path):
+    (tmp_path / "model.py").write_text(
+        "import torch\ndef make():\n    return torch.nn.Linear(512, 512), torch.randn(4, 512)\n"
+    )
+    command = [sys.executable, "-m", "syncline.cli.main", "advise", "two-racks-5-3", "--model"]
+    command += [f"{tmp_path}/model.py:make", "--compute", "0.25s", "--batch", "32", "--json"]
+    shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert shown["compute_s"] == pytest.approx(0.25)
+    assert shown["num_bytes"] == 4 * (512 * 512 + 512)
+    first = shown["rules"][0]
+    assert first["samples_per_s"] == pytest.approx(8 * 32 / first["step_s"])
+    assert {"AllReduce()", "Sharded()", RING} <= {rule["name"] for rule in shown["rules"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"topology": "no-such-network"}, "no-such-network"),
+        ({"compute": "soon"}, "'soon' is not a duration"),
+        ({"compute": "0 s"}, "more than 0, not '0 s'"),
+        ({"model": "nowhere"}, "--model is MODULE:FUNCTION"),
+    ],
+)
+def test_what_cannot_be_advised_on_is_refused_with_a_reason(arguments, message):
+    with pytest.raises(SynclineError, match=message):
+        advise(**{"topology": "flat-8", "model": "m:make", "compute": None, "batch": None} | arguments)
+
+
+@pytest.mark.parametrize("tree", ["{host: a, uplink: 1 Gbit/s}", "{host: 'a[0-1]', uplink: unlimited}"])
+def test_a_network_of_which_nothing_can_be_predicted_is_refused(tree, tmp_path):
+    path = tmp_path / "net.yaml"
+    path.write_text(f"{{switch: s, children: [{tree}]}}")
+    with pytest.raises(ConfigurationError, match="nothing can be predicted"):
+        advise(str(path), model="m:make", compute=None, batch=None)
