@@ -2,8 +2,9 @@
 
 import pytest
 
-from syncline.runtime.plans import Plans, plan_best, predicted_slice_bytes
+from syncline.runtime.plans import Plans, plan_best
 from syncline.schedule import UNOWNED, Collective, lower_bound, predict
+from syncline.schedule.cost import predicted_slice_bytes
 from syncline.topology import Topology
 
 

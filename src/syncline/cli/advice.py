@@ -28,8 +28,9 @@ from syncline.priorities.forward_timing import (
     predict_forward,
 )
 from syncline.priorities.terms import Priorities
-from syncline.runtime.plans import Plans, plan_best, predicted_slice_bytes
+from syncline.runtime.plans import Plans, plan_best
 from syncline.schedule import Collective, CostModel, Prediction, lower_bound, with_gateways_chosen
+from syncline.schedule.cost import predicted_slice_bytes
 from syncline.schedule.step_candidates import BALANCED, compare_caps, draft_sharded_steps
 from syncline.schedule.step_prediction import StepPrediction, shares_of
 from syncline.topology import DirectedLink, Host, Link, Rank, Socket, Switch, Topology

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from syncline.errors import ConfigurationError
-from syncline.runtime.plans import predicted_slice_bytes
 from syncline.schedule import Collective, Prediction, Schedule, lower_bound, predict, with_gateways_chosen
-from syncline.schedule.cost import fastest
+from syncline.schedule.cost import fastest, predicted_slice_bytes
 from syncline.schedule.ownership import Target
 from syncline.schedule.planners import PLANNERS, check_plannable
 from syncline.topology import DirectedLink, Topology

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from syncline.cli.step_plan import Portions
-from syncline.runtime.plans import predicted_slice_bytes
 from syncline.schedule import Prediction
+from syncline.schedule.cost import predicted_slice_bytes
 from syncline.schedule.replicas import Replicas, Replicate, find_replicas, levels_of
 from syncline.schedule.replicated_step import ReplicaStep, choose_replicas, draft_replicas
 from syncline.topology import Topology

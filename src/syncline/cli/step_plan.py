@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from syncline.errors import ConfigurationError
-from syncline.runtime.plans import predicted_slice_bytes
 from syncline.schedule import StepPrediction, sharded_step_bound
+from syncline.schedule.cost import predicted_slice_bytes
 from syncline.schedule.spare_choice import draft_with_spares
 from syncline.schedule.spares import Apart, spare_shares
 from syncline.schedule.step_candidates import BALANCED, MANY_RANKS, Cap, compare_caps

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Literal
 
-from syncline.schedule import DEFAULT_SLICE_BYTES, PLANNERS, Collective, Layout, Schedule, choose, lower_bound
+from syncline.schedule import PLANNERS, Collective, Layout, Schedule, choose, lower_bound
+from syncline.schedule.cost import LEAST_BYTES_PER_RANK, predicted_slice_bytes
 from syncline.topology import Topology
 
 Target = Literal["balanced", "rank_order"]
@@ -30,7 +31,7 @@ MOST_INFLIGHT_BYTES = 8 << 20
 MIN_INFLIGHT_SLICES = 4
 SLICE_S = 0.020
 MAX_SLICE_BYTES = 2 << 20
-LEAST_SLICE_BYTES, LEAST_BYTES_PER_RANK = 256 << 10, 32 << 10
+LEAST_SLICE_BYTES = 256 << 10
 """Of a slice, however slow the links are: smaller messages cost more than they move."""
 LEAST_SLICE_BYTES_WITHOUT_RATES, LEAST_BYTES_PER_RANK_WITHOUT_RATES = 512 << 10, 64 << 10
 """Where nothing is known that would make small slices worth it."""
@@ -129,11 +130,6 @@ class Plans:
                 if len(self._layouts) > self._max_layouts:
                     self._layouts.popitem(last=False)
             return layout
-
-
-def predicted_slice_bytes(topology: Topology) -> int:
-    """Return the size of slices by which schedules are compared: about that of slices between so many ranks."""
-    return max(DEFAULT_SLICE_BYTES, LEAST_BYTES_PER_RANK * topology.num_ranks)
 
 
 def _slice_bytes(topology: Topology) -> int:

@@ -48,6 +48,8 @@ from syncline.topology import DirectedLink, Topology
 T = TypeVar("T")
 
 DEFAULT_SLICE_BYTES = 512 * 1024
+LEAST_BYTES_PER_RANK = 32 * 1024
+"""Of a slice, however slow the links are: smaller messages cost more than they move."""
 _NEARLY = 0.9
 ABOUT_EQUAL = 0.02
 
@@ -128,6 +130,11 @@ class Prediction:
         """Number of directed links that are nearly as busy as the busiest, that one included."""
         busiest_s = max(self.link_s.values(), default=0.0)
         return sum(seconds > _NEARLY * busiest_s for seconds in self.link_s.values())
+
+
+def predicted_slice_bytes(topology: Topology) -> int:
+    """Return the size of slices by which schedules are compared: about that of slices between so many ranks."""
+    return max(DEFAULT_SLICE_BYTES, LEAST_BYTES_PER_RANK * topology.num_ranks)
 
 
 class Predicted(Protocol):
