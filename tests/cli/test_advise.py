@@ -123,6 +123,24 @@ def test_a_faster_uplink_and_a_larger_batch_are_predicted_as_a_job_that_has_them
     assert f"{2 * advice.best.step_s / larger.step_s - 1:.0%} more samples" in batch
 
 
+def test_links_that_are_alike_are_made_faster_together():
+    racks = (
+        "{{switch: s, children: [{{switch: a, uplink: {0}, children: [{{host: 'a[0-2]', uplink: 1 Gbit/s}}]}}, "
+        "{{switch: b, uplink: {0}, children: [{{host: 'b[0-2]', uplink: 1 Gbit/s}}]}}]}}"
+    )
+    now, then = (advice_on(Topology.parse(racks.format(rate)), compute_s=0.5) for rate in ("200 Mbit/s", "400 Mbit/s"))
+    sentence = next(each for each in now.sentences() if each.startswith("With the link"))
+    assert sentence.startswith(f"With the link above {now.best.link.child} and 1 like it twice as fast (400 Mbit/s")
+    assert f"a step takes {format_duration(then.best.step_s)} in" in sentence
+
+
+def test_where_no_change_gains_much_it_says_so():
+    now, larger = (advice_on("flat-8", compute_s=seconds, num_bytes=(4 * MIB,) * 8) for seconds in (1.05, 2.1))
+    assert now.best.exposed_s > 0.05 * now.best.step_s
+    assert 2 * now.best.step_s / larger.best.step_s < 1.03
+    assert now.sentences() == ["No change that is predicted gives 3% more samples per second."]
+
+
 def test_on_a_fast_network_it_does_not_matter_and_nothing_is_coded():
     advice = advice_on(Topology.flat(8, rate=1.25e9), compute_s=0.25, coding_s={8: 0.0, 4: 0.0})
     assert 'AllReduce(compress="int4")' in [row.name for row in advice.rows]

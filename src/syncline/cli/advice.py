@@ -33,7 +33,7 @@ from syncline.schedule import Collective, CostModel, Prediction, lower_bound, wi
 from syncline.schedule.cost import predicted_slice_bytes
 from syncline.schedule.step_candidates import BALANCED, compare_caps, draft_sharded_steps
 from syncline.schedule.step_prediction import StepPrediction, shares_of
-from syncline.topology import DirectedLink, Host, Link, Rank, Socket, Switch, Topology
+from syncline.topology import DirectedLink, Host, Node, Switch, Topology
 from syncline.units import format_duration, format_rate
 
 ADAM_COPIES = 2
@@ -125,8 +125,8 @@ class Advice:
                 f"The network does not matter here: {1 - best.exposed_s / best.step_s:.1%} of a step is computing, so "
                 "that only faster machines would help."
             ]
-        told = sorted(self._changes(), reverse=True)
-        return [sentence for gain, sentence in told if gain >= LEAST_GAIN][:MOST_SENTENCES]
+        told = [sentence for gain, sentence in sorted(self._changes(), reverse=True) if gain >= LEAST_GAIN]
+        return told[:MOST_SENTENCES] or [f"No change that is predicted gives {LEAST_GAIN:.0%} more samples per second."]
 
     def to_json(self, batch: int | None = None) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -224,13 +224,16 @@ class Advice:
     def _changes(self) -> Iterator[tuple[float, str]]:
         """Yield what each change gains in samples per second, and a sentence on it."""
         best, now = self.best, f"in place of {format_duration(self.best.step_s)}"
-        if best.link is not None and not isinstance(self.topology.node(best.link.child), Socket | Rank):
-            faster = self._with_faster(best.link).best
-            rate = format_rate(2 * _rate(self.topology, best.link))
+        if best.link is not None:
+            node, rate = self.topology.node(best.link.child), 2 * _rate(self.topology, best.link)
+            others = sum(_is_alike(each, node) for each in self.topology.walk()) - 1
+            root = _with_twice_as_fast(self.topology.root, node)
+            faster = replace(self, topology=replace(self.topology, root=root)).best
             yield (
                 best.step_s / faster.step_s - 1,
-                f"With the link above {best.link.child} twice as fast ({rate} {best.link.direction}) a step takes "
-                f"{format_duration(faster.step_s)} {now} ({faster.name}).",
+                f"With the link above {node.name}{f' and {others} like it' if others else ''} twice as fast "
+                f"({format_rate(rate)} {best.link.direction}) a step takes {format_duration(faster.step_s)} {now} "
+                f"({faster.name}).",
             )
         larger = _best(self._rows(tuple(2 * seconds for seconds in self.forward_s)))
         gain = 2 * best.step_s / larger.step_s - 1
@@ -248,12 +251,6 @@ class Advice:
                 f"LocalSteps() moves everything once in {PERIOD} steps while it computes on, so that one takes "
                 f"{format_duration(step_s)} {now}; it is another algorithm, whose loss is to be watched.",
             )
-
-    def _with_faster(self, link: DirectedLink) -> Advice:
-        rates = self.topology.node(link.child).link
-        assert rates is not None, "there is no link above the root"
-        twice = replace(rates, up_bytes_per_s=2 * rates.up_bytes_per_s, down_bytes_per_s=2 * rates.down_bytes_per_s)
-        return replace(self, topology=replace(self.topology, root=_with_link(self.topology.root, link.child, twice)))
 
     def _with_one_less(self, now: str) -> Iterator[tuple[float, str]]:
         """Predict the job without the host whose loss leaves most, by the bound: of hosts that are alike the first."""
@@ -343,10 +340,15 @@ def _rate(topology: Topology, link: DirectedLink) -> float:
     return rates.bytes_per_s(link.direction)
 
 
-def _with_link(node: Any, name: str, link: Link) -> Any:
-    """Return a tree in which that node hangs by that link; what is inside of hosts stays."""
-    if node.name == name:
-        return replace(node, link=link)
+def _is_alike(one: Node, other: Node) -> bool:
+    return one.link == other.link and type(one) is type(other)
+
+
+def _with_twice_as_fast(node: Any, slow: Node) -> Any:
+    """Return a tree in which that link, and all of its rates at such nodes, have twice the rates."""
+    if _is_alike(node, slow):
+        up, down = 2 * node.link.up_bytes_per_s, 2 * node.link.down_bytes_per_s
+        node = replace(node, link=replace(node.link, up_bytes_per_s=up, down_bytes_per_s=down))
     if not isinstance(node, Switch):
-        return node
-    return replace(node, children=tuple(_with_link(child, name, link) for child in node.children))
+        return node  # what is inside of hosts stays
+    return replace(node, children=tuple(_with_twice_as_fast(child, slow) for child in node.children))
