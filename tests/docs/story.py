@@ -5,7 +5,7 @@ YAML without one a part of somebody else's file; ``bash`` is commands, line by l
 block of another kind is an error. What happens beside reading them:
 
 - ``syncline run`` of the page's own script on this machine: it runs on as many ranks;
-- ``syncline plan``, ``cluster`` and ``doctor``: executed;
+- ``syncline plan``, ``advise``, ``cluster`` and ``doctor``: executed;
 - the making of a secret: executed, and its file is private and long enough;
 - what needs other hosts (``--host``, ``--join``, ``--path``, ``srun`` ...), the lab, benchmarks, ``make``:
   nothing, as other tests run these.
@@ -27,7 +27,7 @@ from markdown_pages import Block
 from rank_scripts import run_python, run_script
 from syncline.topology import Topology
 
-EXECUTED = {"plan", "cluster", "doctor"}
+EXECUTED = {"plan", "advise", "cluster", "doctor"}
 ELSEWHERE = {"host", "path", "listen", "join"}
 DEADLINE_S = 180.0
 
