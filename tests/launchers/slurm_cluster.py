@@ -23,7 +23,7 @@ import psutil
 
 from rank_scripts import reserved_port
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "scancel")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel")
 PACKAGES = "munge slurmctld slurmd slurm-client"
 CPUS_OF_A_NODE = 8
 START_S = 60.0

@@ -10,6 +10,7 @@ from slurm_cluster import slurm_cluster
 
 from rank_scripts import forked_python, reserved_port
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 NODES = ("alpha", "beta")
 OTHER_ORDER = """
 topology: two-nodes
@@ -52,6 +53,18 @@ def test_a_newcomer_of_the_same_user_comes_in_though_nobody_was_given_a_secret(c
     ended = [json.loads((tmp_path / f"end-{number}.json").read_text()) for number in range(3)]
     assert ended[0]["members"] == [0, 1, 2]
     assert ended[1:] == ended[:1] * 2
+
+
+def test_the_batch_script_of_the_examples_trains_on_two_nodes(cluster, tmp_path):
+    (tmp_path / "python").symlink_to(forked_python())
+    found = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    options = ["--wait", "--chdir", str(EXAMPLES.parent), "--output", str(tmp_path / "log")]
+    script = [str(EXAMPLES / "slurm" / "nanogpt.sh"), str(tmp_path / "run1"), "--steps", "2"]
+    run_together([["sbatch", *options, *script]], [cluster.variables | found])
+    begun, ended = (tmp_path / "log").read_text().splitlines()
+    assert begun == "begins after step 0 of 2"
+    assert ended.startswith("step 2: loss 5.")
+    assert [path.name for path in (tmp_path / "run1").iterdir()] == ["iteration-0000000002"]
 
 
 def test_two_jobs_at_once_do_not_meet(cluster, tmp_path):
