@@ -7,6 +7,7 @@ Both take the same steps, but for rounding; the sharded one keeps a quarter of A
 """
 
 import argparse
+import time
 
 import torch
 from sklearn.datasets import load_digits
@@ -39,6 +40,7 @@ def main() -> None:
         model, optimizer = syncline.distribute(model, optimizer, update=update)
         sampler = syncline.data.sampler(dataset)  # as many samples on each rank, so all batches count alike
         loader = DataLoader(dataset, batch_size=max(1, BATCH_SIZE // fleet.world_size), sampler=sampler)
+        began_s = time.monotonic()
         for epoch in range(NUM_EPOCHS):
             sampler.set_epoch(epoch)
             for batch_images, batch_labels in loader:
@@ -46,11 +48,14 @@ def main() -> None:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
+        speed = NUM_EPOCHS * len(dataset) / (time.monotonic() - began_s)
         with torch.no_grad():
             read = model(images[-NUM_TEST_IMAGES:]).argmax(dim=1)
         correct = (read == labels[-NUM_TEST_IMAGES:]).float().mean().item()
         state_kib = optimizer.num_state_bytes / 1024
         print(f"rank {fleet.rank}: {correct:.1%} of the test images read; optimizer state {state_kib:.0f} KiB")
+        if fleet.rank == 0:
+            print(f"{speed:,.0f} samples/s on {fleet.world_size} ranks")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """A page's code as a story: its blocks in order, in one folder, as a reader would follow it.
 
 Every block has a rule: one with a title becomes a file of that name; Python without a title is a program of its own,
-YAML without one a part of somebody else's file; ``bash`` is commands, line by line, each read by :mod:`commands`. A
-block of another kind is an error. What happens beside reading them:
+YAML and INI without one a part of somebody else's file; ``bash`` is commands, line by line, each read by
+:mod:`commands`. A block of another kind is an error. What happens beside reading them:
 
 - ``syncline run`` of the page's own script on this machine: it runs on as many ranks;
 - ``syncline plan``, ``advise``, ``cluster`` and ``doctor``: executed;
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import stat
 import subprocess
+from configparser import ConfigParser
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ class Story:
             self._run_python(path)
         elif block.language == "yaml":
             assert isinstance(yaml.safe_load(block.text), dict), f"{block.place}: a part of a file is keys and values"
+        elif block.language == "ini":
+            ConfigParser().read_string(block.text)
         else:
             assert block.language == "bash", f"{block.place}: no rule for a block of {block.language or 'no language'}"
             for line in block.text.splitlines():

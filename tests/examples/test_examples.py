@@ -26,6 +26,7 @@ def test_digits_are_learnt_alike_on_all_ranks(update):
     assert len(shares) == 2
     assert len({share for share, _ in shares}) == 1
     assert float(shares[0][0]) > 85
+    assert re.search(r"[\d,]+ samples/s on 2 ranks", shown)
     whole_kib = 2 * 4 * (64 * 256 + 256 * 256 + 256 * 10 + 256 + 256 + 10) / 1024
     expected_kib = whole_kib / 2 if update == "sharded" else whole_kib
     assert all(abs(int(state) - expected_kib) < 2 for _, state in shares)
