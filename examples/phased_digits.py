@@ -7,6 +7,8 @@ While one rank of a pair computes a stage, the other stores the one before and l
 one at a time, each by a function of its own, so no process ever holds the whole model.
 """
 
+import time
+
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -46,15 +48,17 @@ def main() -> None:
         pair = min(fleet.rank, trainer.partner) // 2  # without a topology file, ranks 0 and 1 are a pair, 2 and 3 ...
         sampler = DistributedSampler(dataset, num_replicas=num_pairs, rank=pair)  # the same samples for both of a pair
         loader = DataLoader(dataset, batch_size=max(1, BATCH_SIZE // num_pairs), sampler=sampler)
+        began_s = time.monotonic()
         for epoch in range(NUM_EPOCHS):
             sampler.set_epoch(epoch)
             for batch_images, batch_labels in loader:
                 trainer.step(batch_images, batch_labels)
+        speed = NUM_EPOCHS * len(dataset) / (time.monotonic() - began_s)
         output = trainer.evaluate(images[-NUM_TEST_IMAGES:])
         statistics = trainer.statistics()
         if output is not None:  # on the rank of each pair that computes the last stage
             read = (output.argmax(dim=1) == labels[-NUM_TEST_IMAGES:]).float().mean().item()
-            print(f"rank {fleet.rank}: {read:.1%} of the test images read")
+            print(f"rank {fleet.rank}: {read:.1%} of the test images read; {speed:,.0f} samples/s on all pairs")
         peak_kib, num_stages = statistics.peak_parameter_bytes / 1024, len(stages)
         print(f"rank {fleet.rank}: at most {peak_kib:.0f} KiB of {num_stages} stages' parameters in memory at once")
 

@@ -4,7 +4,7 @@ syncline run --ranks 2 examples/frameworks/accelerate_train.py
 """
 
 from accelerate import Accelerator
-from regression import NUM_STEPS, make_batch, make_model, make_optimizer, report, train_alone
+from regression import NUM_STEPS, Speed, make_batch, make_model, make_optimizer, report, train_alone
 from torch import nn
 
 import syncline
@@ -17,6 +17,7 @@ def main() -> None:
     rank = accelerator.process_index
     model = make_model()
     model, optimizer = accelerator.prepare(model, make_optimizer(model.parameters()))
+    speed = Speed()
     for step in range(NUM_STEPS):
         inputs, targets = make_batch(rank, step)
         optimizer.zero_grad()
@@ -24,6 +25,8 @@ def main() -> None:
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1e9)
         optimizer.step()
+        speed.count_step()
+    speed.show()
     losses = accelerator.gather(loss.detach().view(1))
     assert len(losses) == accelerator.num_processes
     report("accelerate", rank, accelerator.unwrap_model(model), train_alone(accelerator.num_processes))

@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from regression import NUM_STEPS, make_batch, make_model, make_optimizer, report, train_alone
+from regression import NUM_STEPS, Speed, make_batch, make_model, make_optimizer, report, train_alone
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -35,6 +35,7 @@ class Regression(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.model = make_model()
+        self.speed = Speed()
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
         """Return the loss of one batch."""
@@ -42,6 +43,10 @@ class Regression(pl.LightningModule):
         loss = nn.functional.mse_loss(self.model(inputs), targets)
         self.log("loss", loss, sync_dist=True)
         return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Count the step."""
+        self.speed.count_step()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer, which the strategy distributes."""
@@ -71,6 +76,7 @@ def main(devices: str = "auto") -> None:
     )
     module = Regression()
     trainer.fit(module)
+    module.speed.show()
     report("lightning", trainer.global_rank, module.model, train_alone(trainer.world_size))
 
 

@@ -1,8 +1,9 @@
-"""The Hugging Face Trainer on Syncline's process group: a tiny GPT-2 made from a configuration, on tokens made here.
+"""The Hugging Face Trainer on Syncline's process group: a tiny GPT-2 made from a configuration, on Python's own source.
 
     syncline run --ranks 2 examples/frameworks/transformers_train.py FOLDER
 
-Nothing is downloaded. FOLDER is where the Trainer may write.
+Nothing is downloaded. FOLDER is where the Trainer may write. It says how many samples it trained on in a second, and
+its loggers are told some of what ``syncline.metrics()`` has.
 """
 
 import sys
@@ -14,17 +15,30 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import syncline
+from syncline.demo.corpus import load_corpus
 
 NUM_STEPS = 4
 BATCH_SIZE = 2
 LEARNING_RATE = 0.1
 
 
+class WatchedTrainer(Trainer):
+    """Logs Syncline's numbers beside the loss. A callback could not: it is called after those of the loggers."""
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add to the numbers of training steps; an evaluation's, and the last ones, stay as they are."""
+        if "loss" in logs:
+            syncline.note(loss=logs["loss"])
+            told = syncline.metrics()
+            logs |= {f"syncline/{name}": told[name] for name in ("steps", "goodput", "waited_s")}
+        super().log(logs, start_time)
+
+
 class Tokens(Dataset[dict[str, torch.Tensor]]):
-    """Random sequences of 12 tokens out of 64."""
+    """Sequences of 12 bytes."""
 
     def __init__(self, num_sequences: int) -> None:
-        self.tokens = torch.randint(64, (num_sequences, 12), generator=torch.Generator().manual_seed(0))
+        self.tokens = load_corpus().training[: 12 * num_sequences].view(num_sequences, 12).long()
         self.labels = self.tokens.clone()
         self.labels[:, 0] = -100  # nothing foretells the first; the Trainer would count it in its mean
 
@@ -38,7 +52,7 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 def make_model() -> GPT2LMHeadModel:
     """Return the same model on every rank, without dropout."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "n_positions": 12, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    sizes = {"vocab_size": 256, "n_positions": 12, "n_embd": 16, "n_layer": 2, "n_head": 2}
     return GPT2LMHeadModel(
         GPT2Config(**sizes, embd_pdrop=0, resid_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0)
     )
@@ -69,12 +83,13 @@ def main(folder: str) -> None:
         lr_scheduler_type="constant",
         max_grad_norm=0,  # no clipping
         train_sampling_strategy="sequential",
+        logging_steps=1,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
     )
     model = make_model()
-    Trainer(model=model, args=arguments, train_dataset=data).train()
+    WatchedTrainer(model=model, args=arguments, train_dataset=data).train()
     report("transformers", rank, model, train_alone(data))
     dist.destroy_process_group()
 

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Two nodes, one rank on each. When a node or a rank fails, when the job is preempted, and a minute before its time is
-# over, it goes back into the queue, and on from its checkpoint:
+# over, it goes back into the queue, at most ten times, and on from its checkpoint:
 #
 #     sbatch examples/slurm/nanogpt.sh FOLDER --steps 5000      # FOLDER is on a file system that all nodes share
 #

@@ -51,7 +51,7 @@ def test_the_batch_script_is_requeued_until_its_ranks_end_well(tmp_path, srun_st
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_digits_are_learnt_in_phases(num_ranks):
     shown = run_example("--ranks", num_ranks, EXAMPLES / "phased_digits.py")
-    shares = re.findall(r"rank \d: ([\d.]+)% of the test images read", shown)
+    shares = re.findall(r"rank \d: ([\d.]+)% of the test images read; [\d,]+ samples/s on all pairs", shown)
     assert len(shares) == num_ranks // 2
     assert len(set(shares)) == 1
     assert float(shares[0]) > 75

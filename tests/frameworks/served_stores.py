@@ -13,6 +13,7 @@ WARM = (
     "torch.distributed.nn",
     "torch.distributed.tensor",
     "lightning.pytorch",
+    "sklearn.datasets",
     "transformers",
 )
 """What several programs import, each for seconds."""

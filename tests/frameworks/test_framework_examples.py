@@ -71,6 +71,19 @@ def test_zero_gathers_the_whole_state(printed_by_two: str) -> None:
     assert "zero: state of 6 parameters" in printed_by_two
 
 
+def test_the_examples_say_how_fast_they_train(printed_by_two: str, printed_by_four: str) -> None:
+    by_two = set(OF_TWO) - {"dtensor", "transformers_train:{folder}/transformers"}
+    assert len(re.findall(r"[\d,]+ samples/s", printed_by_two)) == 2 * (len(by_two) + 1)  # one stops, and goes on
+    assert len(re.findall(r"[\d,]+ samples/s", printed_by_four)) == 4 * len(OF_FOUR)
+    assert "train_samples_per_second" in printed_by_two
+
+
+def test_the_trainers_loggers_are_told_of_each_step(printed_by_two: str) -> None:
+    told = re.findall(r"'syncline/steps': '(\d+)', 'syncline/goodput': '([\d.]+)'", printed_by_two)
+    assert [int(steps) for steps, _ in told] == [1, 2, 3, 4] * 2  # nobody said which rank is the first of the machine
+    assert all(0 < float(goodput) <= 1 for _, goodput in told)
+
+
 def check_command(name: str, *words: str, forks: bool = True) -> None:
     (done,) = run_programs([Program(words, splits=True, forks=forks)], warm=WARM)
     assert done.returncode == 0, done.stdout + done.stderr
