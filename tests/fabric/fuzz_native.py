@@ -23,7 +23,7 @@ from pathlib import Path
 TARGETS = Path(__file__).parent / "native"
 NATIVE = Path(__file__).parents[2] / "src" / "syncline" / "fabric" / "native"
 CALL_PYTHON = (
-    *("module", "bind_checks", "bind_grants", "bind_kernel", "bind_slices", "bind_transport"),
+    *("module", "bind_checks", "bind_codec", "bind_grants", "bind_kernel", "bind_slices", "bind_transport"),
     "python_reference",
 )
 INPUTS = {"checksums": 20_000, "frames": 20_000, "grants": 5_000, "slices": 1_000}
