@@ -32,7 +32,13 @@ def merge_traces(paths: Iterable[str | Path], out: str | Path) -> int:
 
 
 def gather_events(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """Return the events of all ``paths`` as the Chrome format has them, times (in us) from zero."""
+    """Return the events of all ``paths`` as the Chrome format has them, times (in us) from zero.
+
+    Raises :class:`ConfigurationError` for what is no trace.
+
+    >>> gather_events([])
+    []
+    """
     ranks = [_read(Path(path)) for path in paths]
     anchors_ns: dict[str, int] = {}
     moved = [event for events in ranks for event in _on_wall_clock(events, anchors_ns)]

@@ -26,14 +26,18 @@ def train(fleet):
 
 
 def test_the_fleet_tells_what_the_update_counted():
-    for fleet_counts, counted, progress in run_fleets(NUM_RANKS, train):
+    told = run_fleets(NUM_RANKS, train)
+    assert any(fleet_counts.waited_s.get("period", 0.0) for fleet_counts, _, _ in told)
+    for fleet_counts, counted, progress in told:
         assert fleet_counts.updates == (counted,)
         assert counted.num_steps == NUM_STEPS
         assert counted.num_periods == NUM_STEPS // PERIOD
         assert 0 <= counted.mean_staleness <= counted.max_staleness <= 1
         assert 0 < counted.share_with_global <= 1
         assert len(counted.dropped) == NUM_RANKS
-        assert fleet_counts.waited_s.get("period", 0.0) >= counted.waited_period_s * 0.5
+        assert (
+            fleet_counts.waited_s.get("period", 0.0) <= counted.waited_period_s
+        )  # which counts its own work there too
         assert progress == str(counted)
 
 
