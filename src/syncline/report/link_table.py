@@ -60,7 +60,7 @@ def link_table(
     links = network_links(topology)
     seconds = {name: _busy_s(name, link, amounts) for name, link, _ in links}
     busiest_s = max(seconds.values(), default=0.0)
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("link above")
     others = beside or {}
     above = "\n" if others else ""
