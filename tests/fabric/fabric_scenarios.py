@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import loops
@@ -120,14 +121,14 @@ async def open_shuffled_memory(world_size):
         fabric.abort()
 
 
-async def connect_all(world_size, options=None, *, store=None, topology=None):
-    """Open ``world_size`` TCP fabrics in this process."""
+async def connect_all(world_size, options=None, *, store=None, topology=None, of_ranks=None):
+    """Open ``world_size`` TCP fabrics in this process; ``of_ranks``: what is other in the options of some ranks."""
     store = store or DictStore()
     options = options or FabricOptions()
     return await asyncio.gather(
         *(
             connect_tcp(
-                options,
+                replace(options, **(of_ranks or {}).get(rank, {})),
                 rank=rank,
                 world_size=world_size,
                 rendezvous=Rendezvous(store, job_id=options.job_id),
@@ -138,12 +139,12 @@ async def connect_all(world_size, options=None, *, store=None, topology=None):
     )
 
 
-def run_over_tcp(world_size, scenario, *, store=None, topology=None, shares_memory=False, **settings):
+def run_over_tcp(world_size, scenario, *, store=None, topology=None, of_ranks=None, shares_memory=False, **settings):
     """Run ``scenario(fabrics, recorders, mail)`` on TCP fabrics of this process."""
 
     async def main():
         options = FabricOptions(shares_memory=shares_memory, **settings)
-        fabrics = await connect_all(world_size, options, store=store, topology=topology)
+        fabrics = await connect_all(world_size, options, store=store, topology=topology, of_ranks=of_ranks)
         recorders = [Recorder() for _ in fabrics]
         for fabric, recorder in zip(fabrics, recorders, strict=True):
             fabric.set_listener(recorder)

@@ -8,13 +8,11 @@ import random
 import socket
 import struct
 
-import loops
 import pytest
-from fabric_scenarios import Mail, Recorder, gather, random_traffic, sockets_of
+from fabric_scenarios import gather, random_traffic, run_over_tcp, sockets_of
 
 from meeting_stores import DictStore
 from syncline.errors import ConfigurationError
-from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
 from syncline.fabric._native import Splices
 from syncline.fabric.dialling import CALL_BYTES, CALL_MAGIC
 from syncline.fabric.options import NOWHERE
@@ -35,33 +33,17 @@ class RouterStore(DictStore):
         super().set(key, value)
 
 
-def with_hidden(hidden, scenario, *, world_size=4, **settings):
+def with_hidden(hidden, scenario, *, world_size=4, shares_memory=True, **settings):
     """Run ``scenario(fabrics, recorders, mail)`` on hosts of one rank each, of which those of ``hidden`` call."""
-
-    async def main():
-        store, topology = RouterStore(), Topology.flat(world_size)
-        fabrics = await asyncio.gather(
-            *(
-                connect_tcp(
-                    FabricOptions(advertised=NOWHERE if rank in hidden else None, **settings),
-                    rank=rank,
-                    world_size=world_size,
-                    rendezvous=Rendezvous(store, job_id="syncline"),
-                    topology=topology,
-                )
-                for rank in range(world_size)
-            )
-        )
-        recorders = [Recorder() for _ in fabrics]
-        for fabric, recorder in zip(fabrics, recorders, strict=True):
-            fabric.set_listener(recorder)
-        try:
-            await scenario(fabrics, recorders, Mail(fabrics))
-        finally:
-            for fabric in fabrics:
-                fabric.abort()
-
-    loops.run(main())
+    run_over_tcp(
+        world_size,
+        scenario,
+        store=RouterStore(),
+        topology=Topology.flat(world_size),
+        of_ranks={rank: {"advertised": NOWHERE} for rank in hidden},
+        shares_memory=shares_memory,
+        **settings,
+    )
 
 
 def passing(fabric):

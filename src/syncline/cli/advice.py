@@ -179,7 +179,7 @@ class Advice:
             wire_s = coded_s / CostModel().payload_share
             seconds = time_with_codes_s(wire_s, total, coding_s, len(self.num_bytes))
             crossing = crossing_bytes(topology, sites, total, bits)
-            link = max(crossing, key=lambda each: crossing[each] / _rate(topology, each))
+            link = max(crossing, key=lambda each: crossing[each] / topology.bytes_per_s(each))
             gather_s = seconds / 2 if rule == "Sharded" else 0.0
             yield Moves(
                 name=f'{rule}(compress="int{bits}")',
@@ -225,7 +225,7 @@ class Advice:
         """Yield what each change gains in samples per second, and a sentence on it."""
         best, now = self.best, f"in place of {format_duration(self.best.step_s)}"
         if best.link is not None:
-            node, rate = self.topology.node(best.link.child), 2 * _rate(self.topology, best.link)
+            node, rate = self.topology.node(best.link.child), 2 * self.topology.bytes_per_s(best.link)
             others = sum(_is_alike(each, node) for each in self.topology.walk()) - 1
             root = _with_twice_as_fast(self.topology.root, node)
             faster = replace(self, topology=replace(self.topology, root=root)).best
@@ -322,7 +322,7 @@ def _moved(
     parts = [first] if second is None else [first, second]
     busy_s = {link: sum(part.link_s[link] for part in parts) for link in first.link_s}
     link = max(busy_s, key=busy_s.__getitem__)
-    carried = busy_s[link] * _rate(topology, link) * CostModel().payload_share if busy_s[link] else 0.0
+    carried = busy_s[link] * topology.bytes_per_s(link) * CostModel().payload_share if busy_s[link] else 0.0
     return Moves(
         name=name,
         reduce_s=first.time_s,
@@ -332,12 +332,6 @@ def _moved(
         link=link if busy_s[link] else None,
         link_bytes=round(carried),
     )
-
-
-def _rate(topology: Topology, link: DirectedLink) -> float:
-    rates = topology.node(link.child).link
-    assert rates is not None, "there is no link above the root"
-    return rates.bytes_per_s(link.direction)
 
 
 def _is_alike(one: Node, other: Node) -> bool:

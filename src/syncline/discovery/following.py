@@ -111,7 +111,7 @@ class _Model:
     def __init__(self, known: Topology, ranks: Sequence[int], rounds: Sequence[Round]) -> None:
         limited = [(name, way) for name, link in known.links() for way in ("up", "down")]
         self.links = [DirectedLink(name, way) for name, way in limited]  # type: ignore[arg-type]
-        self.rates = np.array([dict(known.links())[link.child].bytes_per_s(link.direction) for link in self.links])
+        self.rates = np.array([known.bytes_per_s(link) for link in self.links])
         numbers = {link: number for number, link in enumerate(self.links)}
         shape = (len(rounds), max(len(each.flows) for each in rounds))
         self._pairs = np.full(shape, -1)

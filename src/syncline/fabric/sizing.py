@@ -214,10 +214,7 @@ def _route_rates(
         return rates
     for peer in rates:
         route = topology.route(source if source is not None else peer, target if target is not None else peer)
-        for directed in route:
-            link = topology.node(directed.child).link
-            if link is not None:
-                rates[peer] = min(rates[peer], link.bytes_per_s(directed.direction))
+        rates[peer] = min((topology.bytes_per_s(link) for link in route), default=math.inf)
     return rates
 
 

@@ -20,7 +20,7 @@ import torch
 
 from syncline.arguments import Whole, checked
 from syncline.endpoints import parse_endpoint
-from syncline.errors import ConfigurationError
+from syncline.errors import ConfigurationError, SynclineError
 from syncline.pytorch.secret import read_secret
 from syncline.runtime import Communicator, FleetStatistics
 from syncline.variables import FLIGHT, METRICS, process_variables
@@ -99,7 +99,7 @@ def publish(take: Take, find: Callable[[], Communicator]) -> Callable[[], None]:
     def end() -> None:
         _sources.remove(source)
         if (trace := find().trace).enabled:
-            with contextlib.suppress(Exception):  # of a loop that has crashed, nothing is known
+            with contextlib.suppress(SynclineError, RuntimeError):  # of a loop that has crashed, nothing is known
                 trace.about("totals", **take().metrics())
         stop()
 

@@ -148,10 +148,9 @@ class Explanation:
             return ["How full links were is not known, as no link's rate is."] if len(self.job.ranks) > 1 else []
         first, topology = self.links[0], self.job.topology
         assert topology is not None
-        rate = dict(topology.links())[first.link.child]
-        per_s = rate.up_bytes_per_s if first.link.direction == "up" else rate.down_bytes_per_s
         assert first.use is not None
-        carried = f"{first.use:.0%} of its {format_rate(per_s)}, {format_size(first.num_bytes)} in these steps"
+        rate = topology.bytes_per_s(first.link)
+        carried = f"{first.use:.0%} of its {format_rate(rate)}, {format_size(first.num_bytes)} in these steps"
         if first.use > 1.05:
             carried += "; so the network is faster than the topology says"
         return [f"The busiest link was that of {first.link.child} {first.link.direction}: {carried}."]
@@ -321,12 +320,11 @@ def _links(job: JobTrace, steps: Sequence[StepPath]) -> tuple[LinkShare, ...]:
     start_s, end_s = steps[0].start_s, steps[-1].end_s
     times_s = [start_s + (end_s - start_s) * k / NUM_BINS for k in range(NUM_BINS + 1)]
     bins = [job.link_bytes(*pair) for pair in pairwise(times_s)]
-    rates = dict(job.topology.links())
-    found = []
+    names, found = {name for name, _ in job.topology.links()}, []
     for link, num_bytes in job.link_bytes(start_s, end_s).items():
-        if link.child not in rates or {" ", "/"} & set(link.child):
+        if link.child not in names or {" ", "/"} & set(link.child):
             continue
-        rate = rates[link.child].up_bytes_per_s if link.direction == "up" else rates[link.child].down_bytes_per_s
+        rate = job.topology.bytes_per_s(link)
         is_known = rate != float("inf")
         over_time = tuple(
             each.get(link, 0.0) / (rate if is_known else 1.0) * NUM_BINS / (end_s - start_s) for each in bins

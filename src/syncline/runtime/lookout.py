@@ -97,10 +97,8 @@ class PaceReport:
 
 def rated_links(topology: Topology) -> dict[DirectedLink, float]:
     """Return each direction of a link whose rate is known, with that (bytes per second), in one order on all ranks."""
-    found: dict[DirectedLink, float] = {}
-    for name, link in topology.links():
-        found[DirectedLink(name, "up")] = link.up_bytes_per_s
-        found[DirectedLink(name, "down")] = link.down_bytes_per_s
+    both = [(DirectedLink(name, "up"), DirectedLink(name, "down")) for name, _ in topology.links()]
+    found = {link: topology.bytes_per_s(link) for ways in both for link in ways}
     return {link: rate for link, rate in found.items() if math.isfinite(rate)}
 
 

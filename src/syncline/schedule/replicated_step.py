@@ -32,11 +32,7 @@ from syncline.schedule.in_trees import RESOLUTION, draft_with_owners, weights_of
 from syncline.schedule.planners import planners_for
 from syncline.schedule.replicas import Replicas, draft_in_replicas, levels_of
 from syncline.schedule.safest import supposed_network
-from syncline.schedule.step_candidates import (
-    BALANCED,
-    Cap,
-    draft_sharded_steps,
-)
+from syncline.schedule.step_candidates import BALANCED, Cap, draft_sharded_steps
 from syncline.schedule.step_flow import STEP, StepFlow, solve_step_flow
 from syncline.schedule.step_prediction import Pair
 from syncline.schedule.traffic import shares

@@ -209,6 +209,16 @@ class Topology:
         self._check_rank(rank)
         return self._index.paths[rank]
 
+    def bytes_per_s(self, link: DirectedLink) -> float:
+        """Return the rate of one direction of a link; no limit above the root, where there is none.
+
+        >>> from syncline.topology import DirectedLink
+        >>> Topology.flat(2, rate=125e6).bytes_per_s(DirectedLink("h0", "up"))
+        125000000.0
+        """
+        found = self.node(link.child).link
+        return math.inf if found is None else found.bytes_per_s(link.direction)
+
     def links(self) -> tuple[tuple[str, Link], ...]:
         """Return every link with the name of the child that it joins to its parent, depth first."""
         return tuple((node.name, node.link) for node in self.walk() if node.link is not None)

@@ -137,7 +137,7 @@ def choose_sites(topology: Topology, num_bytes: int, bits: int) -> tuple[Replica
 def _predict_s(topology: Topology, sites: Replicas, num_bytes: int, bits: int) -> float:
     inside_s = max(lower_bound(topology.restricted(ranks), Collective.ALL_REDUCE, num_bytes) for ranks in sites)
     crossing = crossing_bytes(topology, sites, num_bytes, bits)
-    return inside_s + max(num / _bytes_per_s(topology, link) for link, num in crossing.items())
+    return inside_s + max(num / topology.bytes_per_s(link) for link, num in crossing.items())
 
 
 def crossing_bytes(topology: Topology, sites: Replicas, num_bytes: int, bits: int) -> dict[DirectedLink, float]:
@@ -154,12 +154,6 @@ def crossing_bytes(topology: Topology, sites: Replicas, num_bytes: int, bits: in
 def time_with_codes_s(coded_s: float, num_bytes: int, coding_s_per_byte: float, num_buckets: int) -> float:
     """Return the time on links, with that of coding and of the calls of each bucket's crossing."""
     return coded_s + coding_s_per_byte * num_bytes + _CALLS_S * num_buckets
-
-
-def _bytes_per_s(topology: Topology, link: DirectedLink) -> float:
-    rates = topology.node(link.child).link
-    assert rates is not None, "there is no link above the root"
-    return rates.up_bytes_per_s if link.direction == "up" else rates.down_bytes_per_s
 
 
 def _even_owners(num_elements: int, num_ranks: int) -> list[tuple[int, int, int]]:
