@@ -24,6 +24,7 @@ from syncline.pytorch.metrics import publish
 from syncline.runtime import communicators_in_memory
 from syncline.runtime.reduction import numpy_reduction
 from syncline.schedule import Collective, plan_sharded_step, plan_tree
+from syncline.topology import DirectedLink
 
 Right = tuple[Callable[..., object], dict[str, Any]]
 
@@ -233,6 +234,7 @@ CALLS: dict[str, Callable[[World], Right]] = {
     "syncline.Topology.ranks_of": lambda world: (TOPOLOGY.ranks_of, {"host_name": "h0"}),
     "syncline.Topology.node": lambda world: (TOPOLOGY.node, {"name": "h0"}),
     "syncline.Topology.parent_of": lambda world: (TOPOLOGY.parent_of, {"name": "h0"}),
+    "syncline.Topology.bytes_per_s": lambda world: (TOPOLOGY.bytes_per_s, {"link": DirectedLink("h0", "up")}),
     "syncline.Topology.path": lambda world: (TOPOLOGY.path, {"rank": 0}),
     "syncline.Topology.route": lambda world: (TOPOLOGY.route, {"source": 0, "destination": 7}),
     "syncline.Topology.permuted": lambda world: (TOPOLOGY.permuted, {"order": list(range(8))}),

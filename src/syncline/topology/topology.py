@@ -209,6 +209,7 @@ class Topology:
         self._check_rank(rank)
         return self._index.paths[rank]
 
+    @checked
     def bytes_per_s(self, link: DirectedLink) -> float:
         """Return the rate of one direction of a link; no limit above the root, where there is none.
 
