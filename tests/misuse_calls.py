@@ -101,6 +101,12 @@ def reconfigure(world: World) -> Right:
     return syncline.reconfigure, {}
 
 
+def compress_group(world: World) -> Right:
+    dist.init_process_group("syncline", store=dist.HashStore(), rank=0, world_size=1)
+    world.callback(dist.destroy_process_group)
+    return syncline.compress_group, {}
+
+
 def tensor_call(name: str, *parts: str) -> Callable[[World], Right]:
     return lambda world: (getattr(world.fleet, name), {part: torch.ones(2) for part in parts or ("tensor",)})
 
@@ -133,6 +139,7 @@ CALLS: dict[str, Callable[[World], Right]] = {
     "syncline.launch": lambda world: (syncline.launch, {"function": int, "ranks": 1}),
     "syncline.distribute": distribute,
     "syncline.reconfigure": reconfigure,
+    "syncline.compress_group": compress_group,
     "syncline.huggingface": lambda world: (syncline.huggingface, {}),
     "syncline.no_sync": lambda world: (syncline.no_sync, {"model": world.model}),
     "syncline.join": lambda world: (syncline.join, {"model": world.model}),

@@ -20,6 +20,7 @@ if "torch" in sys.modules:  # else torch does it by the entry point, when it is 
     import_module("syncline.backend.registration").register()
 
 if TYPE_CHECKING:
+    from syncline.backend.compressing import compress_group
     from syncline.backend.huggingface import huggingface
     from syncline.backend.reconfiguration import Reconfiguration, commit, reconfigure
     from syncline.cli.launcher.function import launch
@@ -99,6 +100,7 @@ _HOMES = {
     "batch_size": "syncline.pytorch.control",
     "clip_grad_norm_": "syncline.pytorch.control",
     "comm_hook": "syncline.pytorch.comm_hook",
+    "compress_group": "syncline.backend.compressing",
     "huggingface": "syncline.backend.huggingface",
     "metrics": "syncline.pytorch.metrics",
     "note": "syncline.pytorch.metrics",
@@ -163,6 +165,7 @@ __all__ = [
     "batch_size",
     "clip_grad_norm_",
     "comm_hook",
+    "compress_group",
     "huggingface",
     "metrics",
     "note",

@@ -6,31 +6,21 @@ import pytest
 import torch
 from torch import nn
 
-import reference_codec
+from coded_replay import COUNT, TWO_AND_THREE, Replay, gradient_of
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
 from syncline.pytorch.distribute import distribute
 from syncline.schedule.replicas import find_replicas
 from syncline.topology import Topology
 from syncline.updates import AllReduce, LocalSteps, Sharded
-from syncline.updates.compression import cells_of, choose_sites
+from syncline.updates.compression import cells_of
 from thread_fleets import run_fleets
 
-TWO_AND_THREE = Topology.parse(
-    """
-topology: two-racks-2-3
-switch: core
-children:
-  - {switch: rack-a, uplink: 20 Mbit/s, children: [{host: "a[1-2]", uplink: 1 Gbit/s}]}
-  - {switch: rack-b, uplink: 30 Mbit/s, children: [{host: "b[1-3]", uplink: 1 Gbit/s}]}
-"""
-)
 TOPOLOGIES = {
     "two sites": TWO_AND_THREE,
     "hosts": Topology.flat(3),
     "three sites": Topology.load("three-racks-uneven-uplinks"),
 }
-COUNT = 1100
 BITS = {"int4": 4, "int8": 8, "bf16": 16}
 
 
@@ -43,41 +33,6 @@ class Weights(nn.Module):
 
     def forward(self, gradient: torch.Tensor) -> torch.Tensor:
         return (self.weights * gradient).sum()
-
-
-def gradient_of(rank: int, step: int, num_ranks: int) -> torch.Tensor:
-    """Integers times the number of ranks: their sums and means are exact in any order."""
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return num_ranks * torch.randint(-1000, 1000, (COUNT,), generator=generator).float()
-
-
-class Replay:
-    """What the sites make of gradients, in one process."""
-
-    def __init__(self, topology: Topology, bits: int) -> None:
-        self.num_ranks, self.bits = topology.num_ranks, bits
-        self.sites, _ = choose_sites(topology, 4 << 20, bits)
-        cuts = [COUNT * k // self.num_ranks for k in range(self.num_ranks + 1)]
-        self.cells = cells_of([(*pair, rank) for rank, pair in enumerate(pairwise(cuts))], self.sites)
-        self.errors: dict[tuple[int, int], torch.Tensor] = {}
-
-    def coded(self, cell: int, site: int, values: torch.Tensor) -> torch.Tensor:
-        error = self.errors.get((cell, site), torch.zeros_like(values))
-        codes, self.errors[cell, site] = reference_codec.encode(self.bits, values, error)
-        return reference_codec.decode(self.bits, codes, len(values))
-
-    def mean(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        result = torch.empty(COUNT)
-        parts = [gradient / self.num_ranks for gradient in gradients]
-        for number, cell in enumerate(self.cells):
-            sums = [sum(parts[rank][cell.start : cell.stop] for rank in ranks) for ranks in self.sites]
-            home = next(site for site, ranks in enumerate(self.sites) if cell.owner in ranks)
-            total = sums[home].clone()
-            for site, value in enumerate(sums):
-                if site != home:
-                    total += self.coded(number, site, value)
-            result[cell.start : cell.stop] = self.coded(number, home, total)
-        return result
 
 
 def start(fleet, compress, model=None, rule=AllReduce, **options):

@@ -107,13 +107,15 @@ def create_state(distributed: Any, options: BackendOptions) -> GroupState:
 
 def find_world() -> GroupState | None:
     """Return what is behind the default group; None if that is another backend's."""
-    if not dist.is_initialized():
-        return None
-    default: Any = dist.group.WORLD
-    if isinstance(default, GroupCalls):
-        return default.state
-    for device in getattr(default, "_device_types", ()):
-        backend = default._get_backend(torch.device(device))
+    return state_of(dist.group.WORLD) if dist.is_initialized() else None
+
+
+def state_of(group: Any) -> GroupState | None:
+    """Return what is behind a group of ``torch.distributed``; None if no backend of it is Syncline's."""
+    if isinstance(group, GroupCalls):
+        return group.state
+    for device in getattr(group, "_device_types", ()):
+        backend = group._get_backend(torch.device(device))
         if isinstance(backend, GroupCalls):
             return backend.state
     return None

@@ -18,6 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from syncline.backend.call_work import CompletionThreads
+from syncline.backend.coded_reductions import CODING_GROUPS, CodedReductions
 from syncline.backend.group_streams import GroupStreams
 from syncline.backend.hierarchical import HierarchicalCollectives, Layers, LayerSource
 from syncline.backend.inner_groups import InnerBackend, NcclBackend
@@ -33,6 +34,7 @@ from syncline.tensors.device_copies import CudaCopier, DeviceCopier
 from syncline.tensors.memory import ScratchPool, bytes_of, host_memory_of, landing_memory_of, put_back
 from syncline.tensors.staging import StagedCollectives, Staging
 from syncline.tensors.work import PendingCalls, TensorWork
+from syncline.updates.compression import Compress
 from syncline.updates.private_torch import backward_pass
 
 
@@ -130,6 +132,24 @@ class GroupState:
         )
         return source.open(device, timeout_s=self.timeout_s)
 
+    def compress(self, wish: Compress) -> None:
+        """Let large sums of float32 cross slow links in codes from now on, or no more; every rank calls it alike."""
+        world, collectives = self.world, self.collectives
+        if collectives.other_way is not None:
+            collectives.other_way.close()
+        collectives.other_way = None
+        if self.communicator.world_size > 1:
+            assert world.streams is not None, "a world gives out streams"
+            streams = world.streams.take(
+                self.communicator.members,
+                rank=world.communicator.rank,
+                timeout_s=self.timeout_s,
+                is_lost=world.communicator.is_lost,
+                purpose=f"codes of {self.communicator.user_stream} ",
+                num_groups=CODING_GROUPS,
+            )
+            collectives.other_way = CodedReductions.open(self.communicator, streams, wish)
+
     def choose_timeout_s(self, given: timedelta) -> float:
         """Return how long a call may take: what it says, else what the group says."""
         return given.total_seconds() if given > timedelta(0) else self.timeout_s
@@ -182,6 +202,8 @@ class GroupState:
             part._end(is_failing=is_failing)
         try:
             self._layered.close(is_failing=is_failing)
+            if self.collectives.other_way is not None:
+                self.collectives.other_way.close()
             if is_failing:
                 self.communicator.abort()
             else:

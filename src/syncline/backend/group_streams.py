@@ -42,9 +42,16 @@ class GroupStreams:
         self._lock = threading.Lock()
 
     def take(
-        self, ranks: Sequence[int], *, rank: int, timeout_s: float, is_lost: Callable[[int], bool], purpose: str = ""
+        self,
+        ranks: Sequence[int],
+        *,
+        rank: int,
+        timeout_s: float,
+        is_lost: Callable[[int], bool],
+        purpose: str = "",
+        num_groups: int = 1,
     ) -> range:
-        """Return the streams of the next group of ``ranks`` for this ``purpose``, which all of them ask for.
+        """Return the streams of the next group of ``ranks`` for this ``purpose``, or of several, which all ask for.
 
         PyTorch's name of the group does not serve: it counts the groups that each rank has seen, if only members meet.
         Raises :class:`PeerLostError` if its first rank is lost meanwhile, :class:`RendezvousError` if that does not
@@ -55,19 +62,20 @@ class GroupStreams:
             self._num_uses[members] += 1
             key = f"syncline/{self._token}/{members}/{self._num_uses[members]}"
         if rank == ranks[0]:
-            number = int(self._store.add(f"syncline/{self._token}/groups", 1))
+            number = int(self._store.add(f"syncline/{self._token}/groups", num_groups)) - num_groups + 1
             self._store.set(key, str(number))
         else:
             number = self._wait(key, ranks[0], timeout_s=timeout_s, is_lost=is_lost)
         most = MAX_GROUPS - self._first // STREAMS_OF_A_GROUP
-        if number > most:
+        if number + num_groups - 1 > most:
             raise ConfigurationError(
                 f"This is group {number} of one world, which has streams for {most}; make groups once and keep "
                 "them, or destroy the world's group and open it again"
             )
         start = self._first + number * STREAMS_OF_A_GROUP
-        self.next_stream = max(self.next_stream, start + STREAMS_OF_A_GROUP)
-        return range(start, start + STREAMS_OF_A_GROUP)
+        stop = start + num_groups * STREAMS_OF_A_GROUP
+        self.next_stream = max(self.next_stream, stop)
+        return range(start, stop)
 
     def open_store(self, streams: range, name: str) -> Any:
         """Return a part of the world's store for the group that has ``streams``, and for ``name``, alone."""

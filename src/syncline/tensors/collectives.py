@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
-from typing import Unpack
+from typing import Protocol, Unpack
 
 import torch
 
@@ -40,6 +40,21 @@ RELEASE_GRACE_S = 5.0
 """So much longer the others wait in a monitored barrier, so that they hear from its root who was missing."""
 
 
+class OtherReductions(Protocol):
+    """Another way for some reductions, in fewer bytes."""
+
+    def all_reduce(self, tensor: torch.Tensor, reduction: TensorReduction) -> TensorWork | None:
+        """Begin one; None if it goes the usual way."""
+
+    def reduce_scatter(
+        self, output: torch.Tensor, source: torch.Tensor, reduction: TensorReduction
+    ) -> TensorWork | None:
+        """Begin one of equal parts; None if it goes the usual way."""
+
+    def close(self) -> None:
+        """Give up what is under way."""
+
+
 class TensorCollectives:
     """Begins the collectives of one rank; each method returns a work, whose ``wait()`` puts the result in place.
 
@@ -69,6 +84,7 @@ class TensorCollectives:
         self._rank, self._num_ranks = communicator.rank, communicator.world_size
         self._scratch = scratch or ScratchPool()
         self._staged = staged
+        self.other_way: OtherReductions | None = None
         self._start_direct = partial(start_direct, communicator)
 
     # What all ranks bring becomes one.
@@ -84,6 +100,8 @@ class TensorCollectives:
         """Make ``tensor`` the sum, or what ``op`` says, of those of all ranks."""
         check_tensors("all_reduce", [tensor])
         reduction = self._reduction(op, tensor, weight, settings)
+        if self.other_way is not None and (begun := self.other_way.all_reduce(tensor, reduction)) is not None:
+            return begun
         if (staged := self._staged_for(tensor)) is not None:
             return staged.all_reduce(tensor, reduction, timeout_s=settings.get("timeout_s"))
         host = reduction.prepared(host_memory_of(tensor))
@@ -172,6 +190,9 @@ class TensorCollectives:
         """Make ``output`` of rank k part k of what ``op`` makes of all ranks' ``source``, of which it may be a part."""
         self._check_parts(output, source, "reduce_scatter")
         reduction = self._reduction(op, source, weight, settings)
+        other = self.other_way
+        if other is not None and (begun := other.reduce_scatter(output, source, reduction)) is not None:
+            return begun
         if (staged := self._staged_for(output, source)) is not None:
             return staged.reduce_scatter(output, source, reduction, timeout_s=settings.get("timeout_s"))
         return self._reduce_scatter(output, source, reduction, (), settings)

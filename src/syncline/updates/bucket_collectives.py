@@ -12,7 +12,7 @@ from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
 from syncline.schedule import Collective
 from syncline.tensors.memory import summands_of
-from syncline.updates.bucket import Bucket
+from syncline.updates.bucket import Bucket, BucketPlan
 from syncline.updates.bucket_schedule import BucketSchedule
 from syncline.updates.control import ControlStream
 from syncline.updates.state import StateEntry, StateSource
@@ -24,8 +24,8 @@ MOST_SHARED_BYTES = 2 << 20
 class Crossing(Protocol):
     """Another way for buckets, in fewer bytes (:mod:`.compression`)."""
 
-    def start(self, bucket: Bucket, collective: Collective, step: int | None, values: torch.Tensor) -> Work | None:
-        """Begin to move ``values``; None if they go the usual way."""
+    def start(self, index: int, collective: Collective, step: int | None, values: torch.Tensor) -> Work | None:
+        """Begin to move ``values``, as many as a bucket has; None if they go the usual way."""
 
     def keep(self, bucket: Bucket) -> None:
         """Keep the owned parameters of a bucket, before they are stepped."""
@@ -119,12 +119,17 @@ class BucketCollectives:
         self.trace.instant(what, "update", **facts)
 
     def start(
-        self, bucket: Bucket, collective: Collective, step: int | None, *, values: torch.Tensor | None = None
+        self,
+        bucket: Bucket | BucketPlan,
+        collective: Collective,
+        step: int | None,
+        *,
+        values: torch.Tensor | None = None,
     ) -> Work:
         """Begin to move a bucket: to sum its gradients over all ranks, or to gather its parameters from their owners.
 
         After a reduce-scatter each range of the sum is at its owner, and the rest is spoilt. ``values`` are moved in
-        place of the bucket's own, one for each of its elements.
+        place of the bucket's own, one for each of its elements; a plan has none.
 
         Gradients go in backward order, as they begin and since nothing waits for single buckets, and before all
         parameters, which go in forward order. Some gradients are left over at the end of a backward pass only where
@@ -133,18 +138,20 @@ class BucketCollectives:
         """
         is_gather = collective is Collective.ALL_GATHER
         num_buckets = len(self.bucket_schedules)
-        bucket_schedule = self.bucket_schedules[bucket.index]
+        index = bucket.index
+        bucket_schedule = self.bucket_schedules[index]
         if values is None:
+            assert isinstance(bucket, Bucket), "a plan has no values"
             values = bucket.wire_parameters if is_gather else bucket.wire_gradients
-        if self.crossing is not None and (work := self.crossing.start(bucket, collective, step, values)) is not None:
+        if self.crossing is not None and (work := self.crossing.start(index, collective, step, values)) is not None:
             return work
         return self.communicator.start(
             bucket_schedule.schedules[collective],
             *summands_of(values),
             layout=bucket_schedule.layout,
             stream=bucket_schedule.stream,
-            urgency=num_buckets + bucket.index if is_gather else num_buckets - 1 - bucket.index,
-            connection_class=self._classes[bucket.index],
-            label=f"{collective.value} of bucket {bucket.index}",
+            urgency=num_buckets + index if is_gather else num_buckets - 1 - index,
+            connection_class=self._classes[index],
+            label=f"{collective.value} of bucket {index}",
             step=step,
         )

@@ -22,8 +22,8 @@ of parameters; Karimireddy et al., "Error feedback fixes SignSGD and other gradi
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby, pairwise
 from typing import Literal
@@ -40,9 +40,10 @@ from syncline.tensors.codec import Codec
 from syncline.tensors.memory import bytes_of
 from syncline.topology import Topology
 from syncline.topology.tree import DirectedLink
-from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
+from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket, BucketPlan
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketSchedule, Runs, plan_for_owners
+from syncline.updates.control import ControlStream
 from syncline.updates.rule import Setting
 from syncline.updates.shard_view import Segment, segments_of
 from syncline.updates.state import CODING_ERROR, StateEntry, StateSource
@@ -54,6 +55,8 @@ _PAYS = 2 / 3
 _CALLS_S = 0.003
 """What the calls of a crossing cost beside their bytes, for each bucket: messages, and threads that hand over."""
 _Crossing = Generator[Work, None, None]
+OwnedRuns = Sequence[tuple[int, int, int]]
+"""Who owns what, in order and without gaps: (start, stop, rank)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +79,16 @@ class _Part:
     codes: torch.Tensor
 
 
-def cells_of(owners: Sequence[tuple[int, int, int]], sites: Replicas) -> tuple[Cell, ...]:
-    """Divide a bucket, whose ``owners`` are (start, stop, rank) in order and without gaps, into cells.
+@dataclass(frozen=True, slots=True)
+class CodeSetting:
+    """By what codes numbers cross, and between which sites."""
+
+    codec: Codec
+    sites: Replicas
+
+
+def cells_of(owners: OwnedRuns, sites: Replicas) -> tuple[Cell, ...]:
+    """Divide a bucket into cells.
 
     In each site, what others own is divided evenly among its ranks, from the first to the last.
     """
@@ -94,7 +105,7 @@ def cells_of(owners: Sequence[tuple[int, int, int]], sites: Replicas) -> tuple[C
     return tuple(cells)
 
 
-def _collected(owners: Sequence[tuple[int, int, int]], ranks: tuple[int, ...]) -> list[tuple[int, int, int]]:
+def _collected(owners: OwnedRuns, ranks: tuple[int, ...]) -> list[tuple[int, int, int]]:
     """Return who of one site has which range of its sum."""
     foreign = sum(stop - start for start, stop, rank in owners if rank not in ranks)
     limits = [foreign * (k + 1) // len(ranks) for k in range(len(ranks))]
@@ -143,7 +154,7 @@ def _predict_s(topology: Topology, sites: Replicas, num_bytes: int, bits: int) -
 def crossing_bytes(topology: Topology, sites: Replicas, num_bytes: int, bits: int) -> dict[DirectedLink, float]:
     """Return the bytes of codes on each link that some cross: of ``num_bytes`` of sums to owners, and back."""
     crossing: dict[DirectedLink, float] = {}
-    cells = cells_of(_even_owners(num_bytes // 4, topology.num_ranks), sites)
+    cells = cells_of(even_owners(num_bytes // 4, topology.num_ranks), sites)
     pairs = [(cell, collector) for cell in cells for collector in cell.collectors if collector != cell.owner]
     for cell, collector in pairs:
         for link in (*topology.route(collector, cell.owner), *topology.route(cell.owner, collector)):
@@ -156,77 +167,129 @@ def time_with_codes_s(coded_s: float, num_bytes: int, coding_s_per_byte: float, 
     return coded_s + coding_s_per_byte * num_bytes + _CALLS_S * num_buckets
 
 
-def _even_owners(num_elements: int, num_ranks: int) -> list[tuple[int, int, int]]:
-    """Give each rank as many elements, as far as there are."""
+def even_owners(num_elements: int, num_ranks: int) -> OwnedRuns:
+    """Give each rank as many elements, as far as there are, in rank order."""
     cuts = [num_elements * k // num_ranks for k in range(num_ranks + 1)]
     return [(start, stop, rank) for rank, (start, stop) in enumerate(pairwise(cuts)) if start < stop]
 
 
 def compress(setting: Setting, wish: Compress) -> None:
-    """Let the buckets of ``setting`` cross slow links in codes, if ``wish`` says so; every rank calls it alike.
+    """Let the buckets of ``setting`` cross slow links in codes, if ``wish`` says so; every rank calls it alike."""
+    collectives, plans = setting.collectives, [bucket.plan for bucket in setting.buckets]
+    if all(plan.dtype != torch.float32 for plan in plans):
+        return
+    way = choose_way(collectives.communicator, collectives.control, wish)
+    if way is None:
+        return
+    collectives.crossing = SiteCrossing(
+        collectives.communicator,
+        plans,
+        [_owners_of(schedule, plan) for schedule, plan in zip(collectives.bucket_schedules, plans, strict=True)],
+        way,
+        control=collectives.control,
+        reserve_streams=setting.reserve_streams,
+        class_of=lambda index: collectives.classes[index],
+    )
+
+
+def choose_way(communicator: Communicator, control: ControlStream, wish: Compress) -> CodeSetting | None:
+    """Return how float32 crosses slow links; None if not in codes. Every rank calls it alike.
 
     ``"auto"`` looks at the rates of the topology and at the slowest rank's codec, which all tell each other.
     """
-    collectives = setting.collectives
-    topology = collectives.communicator.topology
-    has_floats = any(bucket.plan.dtype == torch.float32 for bucket in setting.buckets)
-    is_auto = wish == "auto"
-    if wish == "off" or not has_floats or (is_auto and not topology.has_rates):
-        return
+    topology, is_auto = communicator.topology, wish == "auto"
+    if wish == "off" or (is_auto and not topology.has_rates):
+        return None
     codec = Codec(_BITS[wish])
     sites, coded_s = choose_sites(topology, DEFAULT_BUCKET_BYTES, codec.bits)
     if is_auto and sites:
-        coding_s = max(collectives.control.gather_numbers(codec.measure_s_per_byte(), "speed of coding"))
+        coding_s = max(control.gather_numbers(codec.measure_s_per_byte(), "speed of coding"))
         whole_s = lower_bound(topology, Collective.ALL_REDUCE, DEFAULT_BUCKET_BYTES)
         if time_with_codes_s(coded_s, DEFAULT_BUCKET_BYTES, coding_s, 1) > _PAYS * whole_s:
-            return
-    if sites:
-        collectives.crossing = SiteCrossing(setting, codec, sites)
+            return None
+    return CodeSetting(codec, sites) if sites else None
 
 
 class SiteCrossing:
-    """How the buckets of one model cross from site to site on one rank; see the head of this module."""
+    """How some buckets cross from site to site on one rank; see the head of this module.
 
-    def __init__(self, setting: Setting, codec: Codec, sites: Replicas) -> None:
-        collectives, plans = setting.collectives, [bucket.plan for bucket in setting.buckets]
-        self._job: Communicator = collectives.communicator
-        self._codec, self.sites, self._rank = codec, sites, collectives.rank
-        self._classes = collectives
-        self._site = next(number for number, ranks in enumerate(sites) if self._rank in ranks)
-        self._slots = [plan.slots for plan in plans]
-        self._cells = [
-            cells_of(_owners_of(schedule, plan.num_elements), sites)
-            for schedule, plan in zip(collectives.bucket_schedules, plans, strict=True)
-        ]
+    ``owners`` are those of each bucket: (start, stop, rank) in order and without gaps. ``thread`` codes for others too,
+    and whoever gives it closes it. Errors call buckets by ``names``.
+    """
+
+    def __init__(
+        self,
+        job: Communicator,
+        plans: Sequence[BucketPlan],
+        owners: Sequence[OwnedRuns],
+        way: CodeSetting,
+        *,
+        control: ControlStream,
+        reserve_streams: Callable[[int], range],
+        class_of: Callable[[int], int] = lambda _: 0,
+        thread: WorkerThread | None = None,
+        names: Sequence[str] = (),
+    ) -> None:
+        self._job, self._rank = job, job.rank
+        self._codec, self.sites = way.codec, way.sites
+        self._class_of = class_of
+        self._site = next(number for number, ranks in enumerate(self.sites) if self._rank in ranks)
+        self._plans = plans
+        self._names = names or [f"bucket {plan.index}" for plan in plans]
+        self._cells = [cells_of(of_plan, self.sites) for of_plan in owners]
         self._parts = [self._parts_of(cells) for cells in self._cells]
         self._befores: dict[int, list[torch.Tensor]] = {}
-        self._streams = setting.reserve_streams(len(plans))
-        self._thread = WorkerThread(
-            f"syncline-codes-{self._rank}", on_failure=lambda error: self._job.give_up(str(error))
-        )
-        self._inside = self._open_site(setting, sites[self._site])
+        self._streams = reserve_streams(len(plans))
+        self._own_thread = thread is None
+        self._thread = thread or coding_thread(job)
+        self._inside = self._open_site(plans, control, reserve_streams(1 + len(plans)))
 
-    def _open_site(self, setting: Setting, ranks: tuple[int, ...]) -> BucketCollectives | None:
-        plans = [bucket.plan for bucket in setting.buckets]
-        streams = setting.reserve_streams(1 + len(plans))
+    def _open_site(
+        self, plans: Sequence[BucketPlan], control: ControlStream, streams: range
+    ) -> BucketCollectives | None:
+        ranks = self.sites[self._site]
         if len(ranks) == 1:
             return None
         group = self._job.open_group(ranks, streams=streams)
         runs = [_runs_inside(cells, self._site, ranks) for cells in self._cells]
         schedules = plan_for_owners(group, plans, runs, first_stream=group.user_stream + 1)
-        return BucketCollectives(group, control=setting.collectives.control, bucket_schedules=schedules)
+        return BucketCollectives(group, control=control, bucket_schedules=schedules)
 
-    def start(self, bucket: Bucket, collective: Collective, step: int | None, values: torch.Tensor) -> Work | None:
-        """Begin to move ``values``, float32 in host memory; None for a bucket of other numbers, which are not coded."""
+    def start(
+        self,
+        index: int,
+        collective: Collective,
+        step: int | None,
+        values: torch.Tensor,
+        *,
+        errors: Sequence[torch.Tensor] | None = None,
+        after: Sequence[Work] = (),
+    ) -> Work | None:
+        """Begin to move ``values``, float32 in host memory; None for a bucket of other numbers, which are not coded.
+
+        ``errors`` are what codes of such values lack, in place of the bucket's own (:meth:`new_errors`). Nothing of
+        this is done before ``after`` is over.
+        """
         if values.dtype != torch.float32:
             return None
-        work = self._job.begin_work(f"coded {collective.value} of bucket {bucket.index}")
+        work = self._job.begin_work(f"coded {collective.value} of {self._names[index]}")
         steps = chain(
-            () if collective is Collective.ALL_GATHER else self._scatter(bucket, step, values),
-            () if collective is Collective.REDUCE_SCATTER else self._gather(bucket, step, values, collective),
+            () if errors is None else self._take_errors(index, errors),
+            () if collective is Collective.ALL_GATHER else self._scatter(index, step, values),
+            () if collective is Collective.REDUCE_SCATTER else self._gather(index, step, values, collective),
         )
-        self._thread.submit(bucket.index, (), partial(self._go_on, bucket.index, steps, work, None))
+        self._thread.submit(index, after, partial(self._go_on, index, steps, work, None))
         return work
+
+    def new_errors(self, index: int) -> list[torch.Tensor]:
+        """Return what codes of a bucket lack before the first one: nothing."""
+        return [torch.zeros_like(part.error) for part in self._parts[index]]
+
+    def _take_errors(self, index: int, errors: Sequence[torch.Tensor]) -> Iterator[Work]:
+        pairs = zip(self._parts[index], errors, strict=True)
+        self._parts[index] = [replace(part, error=error) for part, error in pairs]
+        return
+        yield  # nothing is waited for
 
     def keep(self, bucket: Bucket) -> None:
         """Keep the owned parameters of a bucket as all ranks have them, before they are stepped."""
@@ -236,7 +299,8 @@ class SiteCrossing:
 
     def close(self) -> None:
         """Give up what is under way."""
-        self._thread.close()
+        if self._own_thread:
+            self._thread.close()
         if self._inside is not None:
             self._inside.communicator.close()
 
@@ -254,11 +318,11 @@ class SiteCrossing:
                 source.fill(segment.slot, key, segment.part.start, values)
 
     def _errors(self) -> Iterator[tuple[Segment, str, torch.Tensor]]:
-        for slots, cells, parts in zip(self._slots, self._cells, self._parts, strict=True):
+        for plan, cells, parts in zip(self._plans, self._cells, self._parts, strict=True):
             key = f"{CODING_ERROR}{zlib.crc32(repr(cells).encode()):08x}.{self._site}"
             for part in parts:
                 first = part.cell.start
-                for segment in segments_of(slots, ((first, part.cell.stop),)):
+                for segment in segments_of(plan.slots, ((first, part.cell.stop),)):
                     yield segment, key, part.error[segment.start - first : segment.stop - first]
 
     def _parts_of(self, cells: Iterable[Cell]) -> list[_Part]:
@@ -286,11 +350,11 @@ class SiteCrossing:
         else:
             self._thread.submit(urgency, (waits_for,), partial(self._go_on, urgency, steps, whole, waits_for))
 
-    def _scatter(self, bucket: Bucket, step: int | None, values: torch.Tensor) -> _Crossing:
+    def _scatter(self, index: int, step: int | None, values: torch.Tensor) -> _Crossing:
         if self._inside is not None:
-            yield self._inside.start(bucket, Collective.REDUCE_SCATTER, step, values=values)
+            yield self._inside.start(self._plans[index], Collective.REDUCE_SCATTER, step, values=values)
         sent, received = [], []
-        for part in self._parts[bucket.index]:
+        for part in self._parts[index]:
             cell = part.cell
             if cell.owner != self._rank:
                 self._codec.encode(values[cell.start : cell.stop], part.error, part.codes)
@@ -299,14 +363,14 @@ class SiteCrossing:
                 received += [
                     (peer, part, torch.empty_like(part.codes)) for peer in cell.collectors if peer != self._rank
                 ]
-        yield from self._exchange(bucket.index, "sums", sent, [(peer, codes) for peer, _, codes in received], step)
+        yield from self._exchange(index, "sums", sent, [(peer, codes) for peer, _, codes in received], step)
         for _, part, codes in received:
             self._codec.add(codes, values[part.cell.start : part.cell.stop])
 
-    def _gather(self, bucket: Bucket, step: int | None, values: torch.Tensor, collective: Collective) -> _Crossing:
+    def _gather(self, index: int, step: int | None, values: torch.Tensor, collective: Collective) -> _Crossing:
         sent, received = [], []
-        befores = iter(self._befores.pop(bucket.index, ()))
-        for part in self._parts[bucket.index]:
+        befores = iter(self._befores.pop(index, ()))
+        for part in self._parts[index]:
             cell = part.cell
             own = values[cell.start : cell.stop]
             is_sum = collective is Collective.ALL_REDUCE
@@ -321,11 +385,11 @@ class SiteCrossing:
             self._codec.add(part.codes, own)
             sent += [(peer, part.codes) for peer in cell.collectors if peer != self._rank]
         coming = [(part.cell.owner, part.codes) for part, _ in received]
-        yield from self._exchange(bucket.index, "results", sent, coming, step)
+        yield from self._exchange(index, "results", sent, coming, step)
         for part, own in received:
             self._codec.add(part.codes, own)
         if self._inside is not None:
-            yield self._inside.start(bucket, Collective.ALL_GATHER, step, values=values)
+            yield self._inside.start(self._plans[index], Collective.ALL_GATHER, step, values=values)
 
     def _exchange(
         self,
@@ -345,11 +409,11 @@ class SiteCrossing:
             "all_to_all",
             sends=tuple((peer, bytes_of(codes)) for peer, codes in sends.items()),
             receives=tuple((peer, bytes_of(whole)) for peer, _, whole in landing),
-            about=f"codes of {what} of bucket {index}",
-            label=f"codes of {what} of bucket {index}",
+            about=f"codes of {what} of {self._names[index]}",
+            label=f"codes of {what} of {self._names[index]}",
             stream=self._streams[index],
             urgency=index,
-            connection_class=self._classes.classes[index],
+            connection_class=self._class_of(index),
             step=step,
         )
         for _, codes, whole in landing:
@@ -357,11 +421,16 @@ class SiteCrossing:
                 one.copy_(part)
 
 
-def _owners_of(schedule: BucketSchedule, num_elements: int) -> list[tuple[int, int, int]]:
+def coding_thread(job: Communicator) -> WorkerThread:
+    """Return a thread that codes; what fails on it ends the calls of ``job``."""
+    return WorkerThread(f"syncline-codes-{job.rank}", on_failure=lambda error: job.give_up(str(error)))
+
+
+def _owners_of(schedule: BucketSchedule, plan: BucketPlan) -> OwnedRuns:
     """Return who owns which range of a bucket, in order: as its schedules say, else all alike."""
     num_ranks = next(iter(schedule.schedules.values())).num_ranks
     if Collective.ALL_REDUCE in schedule.schedules:
-        return _even_owners(num_elements, num_ranks)
+        return even_owners(plan.num_elements, num_ranks)
     return sorted((start, stop, rank) for rank in range(num_ranks) for start, stop in schedule.held_by(rank))
 
 
