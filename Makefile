@@ -10,7 +10,7 @@ READY := $(VENV)/.ready-tests
 # Without compiled bytecode, every rank that is started would compile our modules for itself, which takes half a second.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo ray test simulate mutants soak torch-suite fuzz sanitize lint docs wheels bench bench-check clean
+.PHONY: demo ray test test-pythons simulate mutants soak torch-suite fuzz sanitize lint docs wheels bench bench-check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -54,6 +54,18 @@ demo: $(LIBRARY) ## train a small GPT on Python's own source, across 4 ranks (AR
 # Two keep two cores busy while the third, which builds labs and breaks what runs in them, mostly waits.
 test: $(READY) $(MPI) ## run every test, on two cores (those of the lab and of Slurm need root)
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup $(ARGS)
+
+# Those that this machine has, each in a virtual environment of its own.
+PYTHONS ?= python3.11 python3.12 python3.13 python3.14
+test-pythons: ## run every test with each of PYTHONS that is here, and say how each ended (ARGS="tests/backend" picks)
+	@found= ; failed= ; \
+	for python in $(PYTHONS); do \
+	    $$python -c pass 2> /dev/null || continue; \
+	    echo "== $$($$python --version)"; found=1; \
+	    $(MAKE) test PYTHON=$$python VENV=.venv-$${python##*/} || failed="$$failed $$python"; \
+	done; \
+	test -n "$$found" || { echo "none of $(PYTHONS) is here; name some: make test-pythons PYTHONS=/path/python3.12"; exit 1; }; \
+	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 SEEDS ?= 500
 simulate: $(READY) ## play SEEDS seeds of jobs with faults on virtual time (ARGS="--replay SEED --log" plays one again)

@@ -1,4 +1,4 @@
-"""Small calls of torch.distributed: what a barrier and an all-reduce of a few KiB take on our backend and on gloo.
+"""Small calls of torch.distributed: barriers, all-reduces, many at once, and messages, on our backend and on gloo.
 
 Both groups have the same ranks in the same processes. They take turns, call by call, in the other order every second
 round; a time is that of the slowest rank, and calls begin after a barrier of gloo. On loopback, and in the lab:
@@ -22,6 +22,8 @@ from loopback import measure
 
 SIZES_KIB = (1, 4, 16, 64)
 NUM_WARM_UPS = 20
+ROUND_TRIPS_KIB = (4, 64, 1024)
+NUM_AT_ONCE = 100
 BACKENDS = ("syncline", "gloo")
 
 
@@ -31,7 +33,28 @@ def calls_of(group: dist.ProcessGroup) -> dict[str, Callable[[], object]]:
     for size_kib in SIZES_KIB:
         tensor = torch.zeros(size_kib * 256)
         calls[f"all_reduce {size_kib} KiB"] = partial(dist.all_reduce, tensor, group=group)
+    calls[f"{NUM_AT_ONCE} all_reduces 4 KiB"] = partial(reduce_at_once, group)
+    for size_kib in ROUND_TRIPS_KIB:
+        calls[f"round trip {size_kib} KiB"] = partial(make_round_trip, torch.zeros(size_kib * 256), group)
     return calls
+
+
+def reduce_at_once(group: dist.ProcessGroup) -> None:
+    """Begin many all-reduces, and wait for all."""
+    works = [dist.all_reduce(torch.zeros(1024), group=group, async_op=True) for _ in range(NUM_AT_ONCE)]
+    for work in works:
+        work.wait()
+
+
+def make_round_trip(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Let each even rank send to the next, and that one back, all pairs at once; a last one without a partner idles."""
+    rank = dist.get_rank()
+    partner = rank ^ 1
+    if partner >= dist.get_world_size():
+        return
+    first, second = (dist.send, dist.recv) if rank < partner else (dist.recv, dist.send)
+    first(tensor, partner, group=group)
+    second(tensor, partner, group=group)
 
 
 def main() -> None:
