@@ -189,13 +189,16 @@ def test_a_loss_in_any_phase_ends_as_the_replay(
 
 
 def test_spares_are_made_anew_after_each_loss(run_fleets: Any, tmp_path: Any) -> None:
-    """Down to one rank, which has no spare."""
+    """Down to one rank, which has no spare.
+
+    Between two deaths lies a step that needs all who are left: none dies before they have got over the one before.
+    """
     rule = RULES["element"]
-    job = Job(FLAT, rule, {3: (1, "gather"), 1: (2, "forward"), 2: (3, "agreed")}, clips=False)
+    job = Job(FLAT, rule, {3: (0, "gather"), 1: (2, "forward"), 2: (3, "agreed")}, clips=False)
     results = run_fleets(FLAT, job.run, accept=KilledError)
     assert results[0][2].members == (0,)
     assert [change.lost for change in job.changes] == [(3,), (1,), (2,)]
-    parts = [((0, 1, 2, 3), 2), ((0, 2), 4), ((0,), NUM_STEPS)]
+    parts = [((0, 1, 2, 3), 1), ((0, 1, 2), 2), ((0, 2), 4), ((0,), NUM_STEPS)]
     check_same(results[0], replay(rule, parts, run_fleets, tmp_path, clips=False))
 
 
@@ -212,11 +215,13 @@ def test_owner_and_spare_lost_at_once_are_named(rule: str, run_fleets: Any) -> N
 class JobWithCheckpoints(Job):
     """Writes a checkpoint after each second step, and goes back with its batches too."""
 
-    def __init__(self, *arguments: Any, folder: Any, elastic: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, folder: Any, elastic: Any, late: tuple[int, ...] = (), **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.folder, self.elastic = folder, elastic
-        self.doomed = threading.Barrier(len(self.victims))
-        """They die in one step: else the others might have divided the state of the first before the last one dies."""
+        self.last_step = min(step for step, _ in self.victims.values())
+        """Before which all ranks but the ``late`` ones are together: so all have ended the step before it."""
+        self.together = threading.Barrier(self.topology.num_ranks - len(late))
+        self.waiting = {*range(self.topology.num_ranks)} - {*late}
         self.made: list[int] = []
 
     def run(self, fleet: Fleet) -> list[Any]:
@@ -229,8 +234,10 @@ class JobWithCheckpoints(Job):
         while (place := optimizer.iteration) < NUM_STEPS:
             if number == 0:
                 self.made.append(place)
+            if place == self.last_step and number in self.waiting:
+                self.waiting.remove(number)
+                self.together.wait(60)
             if place == step:
-                self.doomed.wait(60)
                 self.prepare(fleet, optimizer, phase)
             inputs, targets = self.batches[place]
             loss_of(model, inputs[number::4], targets[number::4]).backward()
@@ -292,8 +299,10 @@ def test_ranks_that_have_ended_a_step_and_ranks_that_have_not_go_back_together(
     monkeypatch.setattr(ElasticShardedUpdater, "_take_gathered", take_late)
     elastic = Elastic(checkpoint=tmp_path / "nothing")
     victims = {3: (1, "forward")}
-    job = JobWithCheckpoints(FLAT, Sharded(), victims, clips=False, folder=tmp_path / "saved", elastic=elastic)
-    results = run_fleets(FLAT, job.run, accept=(KilledError, SynclineError), timeout_s=20.0)
+    job = JobWithCheckpoints(
+        FLAT, Sharded(), victims, clips=False, folder=tmp_path / "saved", elastic=elastic, late=(0,)
+    )
+    results = run_fleets(FLAT, job.run, accept=(KilledError, SynclineError))
     assert [type(result) for result in results] == [CheckpointError] * 3 + [KilledError]
 
 

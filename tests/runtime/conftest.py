@@ -1,5 +1,7 @@
 """Communicators that are closed whatever happens, and a check that they leave no thread behind."""
 
+import faulthandler
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,6 +10,15 @@ from tcp_communicators import close_all, connect_all
 
 from syncline.fabric import FabricOptions
 from syncline.runtime import communicators_in_memory
+
+
+@pytest.fixture
+def usual_signal():
+    """Leave no action for SIGUSR1 behind: what writes last calls at it leaves it to one that there is."""
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL, "a test before this one left an action behind"
+    yield
+    faulthandler.unregister(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
 @pytest.fixture

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
-import os
 import pickle
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,32 +66,36 @@ def test_who_did_not_come_to_a_call_is_found(in_memory: Callable[..., Any], tmp_
     communicators = in_memory(2)
     for work in [reduce(one) for one in communicators]:
         work.wait(60)
+    are_written = [threading.Event() for _ in communicators]
+
+    def write(one: Communicator) -> None:
+        one._recorder.write(tmp_path / "records", one.rank)
+        are_written[one.rank].set()
+
     for one in communicators:
-        one.watch_failure(lambda _, one=one: one._recorder.write(tmp_path / "records", one.rank))
+        one.watch_failure(lambda _, one=one: write(one))
     with pytest.raises(DeadlineError):
         reduce(communicators[1], timeout_s=0.05).wait(60)
-    for one in communicators:
-        with pytest.raises(DeadlineError):
-            one.barrier().wait(60)  # both know by now, and have written
+    assert all(is_written.wait(60) for is_written in are_written)
     found = analysed(tmp_path / "records")
     late = [one for one in found.collectives if one.missing_ranks]
     assert [(one.collective_seq_id, one.missing_ranks, one.collective_state) for one in late] == [(2, {0}, "started")]
 
 
+@pytest.mark.usefixtures("usual_signal")
 def test_a_signal_and_the_end_write_the_last_calls(
     in_memory: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    (former,) = in_memory(1)
+    former.write_flight(tmp_path / "former")
     (alone,) = in_memory(1)
     monkeypatch.chdir(tmp_path)
     alone.write_flight(Path("asked").absolute())
-    try:
-        for _ in range(MOST_CALLS + 5):
-            alone._recorder.note(CALL, (0,))
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert "test_flight_recorder.py" in capfd.readouterr().err, "the stacks of its threads"
-    finally:
-        faulthandler.unregister(signal.SIGUSR1)
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    for _ in range(MOST_CALLS + 5):
+        alone._recorder.note(CALL, (0,))
+    with alone._recorder._lock:  # as a call that begins meanwhile
+        signal.raise_signal(signal.SIGUSR1)
+    assert "test_flight_recorder.py" in capfd.readouterr().err, "the stacks of its threads"
     path = tmp_path / "asked" / "flight_rank_0"
     entries = pickle.loads(path.read_bytes())["entries"]
     assert (len(entries), entries[0]["record_id"]) == (MOST_CALLS, 5)

@@ -66,6 +66,7 @@ def test_what_is_shown_stays_below_what_is_written() -> None:
     assert not terminal.is_screen
 
 
+@pytest.mark.usefixtures("usual_signal")
 def test_rank_0_lets_all_ranks_write_their_last_calls(tmp_path: Path) -> None:
     communicators = communicators_in_memory(2)
     try:

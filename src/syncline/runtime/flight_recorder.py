@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from syncline.runtime.call import Call, CollectiveCall
 
@@ -92,7 +93,7 @@ class FlightRecorder:
         self._records: deque[CallRecord] = deque(maxlen=MOST_CALLS)
         self._places: Counter[tuple[tuple[int, ...], int]] = Counter()
         self._num_calls = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal may come while its thread takes note of a call
 
     def note(self, call: Call, members: tuple[int, ...]) -> CallRecord:
         """Take note of a call that begins on a communicator of these ranks, by the job's numbers."""
@@ -147,8 +148,18 @@ class FlightRecorder:
 
         A signal for which the program has an action of its own is left to it, and so are threads beside the main one.
         """
+        _WRITTEN[self] = (folder, rank)
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-            signal.signal(signal.SIGUSR1, lambda *_: self.write(folder, rank))
+            signal.signal(signal.SIGUSR1, _write_all)
             with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error may be no file
                 faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
+
+
+_WRITTEN: WeakKeyDictionary[FlightRecorder, tuple[Path, int]] = WeakKeyDictionary()
+"""What SIGUSR1 writes, and where: also the calls of a job that follows another in this process."""
+
+
+def _write_all(*_: object) -> None:
+    for recorder, (folder, rank) in list(_WRITTEN.items()):
+        recorder.write(folder, rank)
