@@ -5,26 +5,33 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from syncline.fabric.progress import PHASES, Progress
 from syncline.runtime.control import ControlError
-from syncline.runtime.lookout import Lookout, PaceReport, rated_links, take_pace
+from syncline.runtime.lookout import Lookout, PaceReport, take_pace, watched_links
 from syncline.topology import DirectedLink, Topology
 
 RACKS = Topology.parse(
     "{topology: racks, switch: s, children: [{host: a, uplink: 80 Mbit/s}, {host: b, uplink: 80 Mbit/s}, "
     "{host: c, uplink: 80 Mbit/s}]}"
 )
-LINKS = list(rated_links(RACKS))
+LINKS = list(watched_links(RACKS))
 HEALTHY = {"elsewhere": 0.02, "forward": 0.1, "backward": 0.2, "step": 0.1}
 """Parts of each second; the rest is waited."""
 
 
 def name(rank: int) -> str:
     return f"rank {rank}"
+
+
+def examine(rank: int, pid: int) -> str:
+    return f"process {pid} of rank {rank} is stopped"
 
 
 def report(seconds: float, own: Mapping[str, float], **changes: object) -> PaceReport:
@@ -38,13 +45,15 @@ def report(seconds: float, own: Mapping[str, float], **changes: object) -> PaceR
         waited_s=seconds * (1 - sum(own.values())),
         steps_s=seconds,
         link_bytes=(0,) * len(LINKS),
+        lost_bytes=(0,) * len(LINKS),
+        pid=7,
     )
     return dataclasses.replace(told, **changes)  # type: ignore[arg-type]
 
 
 def said_of(own: Mapping[int, Mapping[str, float]], seconds: int = 20, **changes: object) -> list[tuple[float, str]]:
     """What is said when each rank spends its time so, and when."""
-    lookout = Lookout(RACKS, name, behind_s=60.0, now_s=0.0)
+    lookout = Lookout(RACKS, name, examine, behind_s=60.0, now_s=0.0)
     said = []
     for now_s in range(0, seconds + 1, 2):
         for rank, parts in own.items():
@@ -91,7 +100,7 @@ def test_a_group_whose_forward_passes_are_not_seen_is_not_said_to_read_its_input
 
 
 def test_one_line_comes_when_that_changes_and_one_when_it_is_over() -> None:
-    lookout = Lookout(RACKS, name, behind_s=60.0, now_s=0.0)
+    lookout = Lookout(RACKS, name, examine, behind_s=60.0, now_s=0.0)
     slow, said, spent = HEALTHY | {"forward": 0.5}, [], {0: [0.0] * 4, 1: [0.0] * 4, 2: [0.0] * 4}
     for now_s in range(2, 80, 2):
         for rank, own_s in spent.items():
@@ -106,7 +115,7 @@ def test_one_line_comes_when_that_changes_and_one_when_it_is_over() -> None:
 def test_a_full_link_is_named_where_no_rank_is_slow() -> None:
     idle = dict.fromkeys(PHASES, 0.1)
     number = LINKS.index(DirectedLink("b", "up"))
-    lookout, said = Lookout(RACKS, name, behind_s=60.0, now_s=0.0), []
+    lookout, said = Lookout(RACKS, name, examine, behind_s=60.0, now_s=0.0), []
     for now_s in range(0, 20, 2):
         for rank in range(3):
             moved = [0] * len(LINKS)
@@ -119,7 +128,7 @@ def test_a_full_link_is_named_where_no_rank_is_slow() -> None:
 
 
 def test_after_a_minute_without_a_step_it_is_said_who_is_behind_and_where() -> None:
-    lookout, said = Lookout(RACKS, name, behind_s=60.0, now_s=0.0), []
+    lookout, said = Lookout(RACKS, name, examine, behind_s=60.0, now_s=0.0), []
     for now_s in range(0, 200, 2):
         for rank in range(3):
             is_waiting = rank != 1
@@ -129,17 +138,18 @@ def test_after_a_minute_without_a_step_it_is_said_who_is_behind_and_where() -> N
 
 
 def test_a_rank_that_is_silent_and_ranks_that_all_wait_are_told_as_they_are() -> None:
-    lookout = Lookout(RACKS, name, behind_s=20.0, now_s=0.0)
+    lookout = Lookout(RACKS, name, examine, behind_s=20.0, now_s=0.0)
     waiting = report(3, HEALTHY, is_waiting=True)
     for rank in range(3):
         lookout.hear(rank, waiting, 0.0)
     assert lookout.look(20.0) == ["no step was finished for 20 s: all 3 ranks wait"]
-    lookout = Lookout(RACKS, name, behind_s=20.0, now_s=0.0)
+    lookout = Lookout(RACKS, name, examine, behind_s=20.0, now_s=0.0)
     lookout.hear(0, waiting, 0.0)
     lookout.hear(1, report(3, HEALTHY), 0.0)
     lookout.hear(0, waiting, 20.0)
-    silent = "rank 1 said nothing for 20 s, and was outside of forward, backward and step before"
-    assert lookout.look(20.0) == [f"no step was finished for 20 s: {silent}; 1 wait"]
+    silent = "rank 1 has told nothing for 20 s, and was outside of forward, backward and step before"
+    stopped = "process 7 of rank 1 is stopped"
+    assert lookout.look(20.0) == [f"no step was finished for 20 s: {silent}; {stopped}; 1 wait"]
 
 
 def test_long_work_for_which_nobody_waits_is_no_trouble() -> None:
@@ -151,8 +161,15 @@ def test_a_report_travels_and_nonsense_is_refused() -> None:
     with progress.stepping(0):
         pass
     progress.loss, progress.num_samples = 0.5, 32
-    told = take_pace(progress, {LINKS[0]: 7}, RACKS)
-    assert (told.num_steps, told.link_bytes[0], told.loss, told.num_samples) == (1, 7, 0.5, 32)
+    connection = SimpleNamespace(peer=1, lost_bytes=3)
+    fabric = SimpleNamespace(rank=0, connections=[connection])
+    counted: Any = SimpleNamespace(fabric=fabric, link_bytes=dict.fromkeys(RACKS.route(0, 1), 7))
+    told = take_pace(progress, counted, RACKS)
+    assert (told.num_steps, told.loss, told.num_samples) == (1, 0.5, 32)
+    assert told.link_bytes[LINKS.index(DirectedLink("a", "up"))] == 7
+    assert told.lost_bytes[LINKS.index(DirectedLink("a", "up"))] == 3
+    assert told.pid == os.getpid()
+    assert "test_a_report_travels" in told.place
     assert PaceReport.decode(told.encode(), len(LINKS)) == told
     for nonsense in (b"", told.encode()[:-1], b"\x09" + told.encode()[1:]):
         with pytest.raises(ControlError, match="of its pace"):
@@ -160,7 +177,7 @@ def test_a_report_travels_and_nonsense_is_refused() -> None:
 
 
 def test_a_view_has_what_is_known_now_and_none_for_what_is_not() -> None:
-    lookout = Lookout(RACKS, name, behind_s=60.0, now_s=0.0)
+    lookout = Lookout(RACKS, name, examine, behind_s=60.0, now_s=0.0)
     assert lookout.view(1.0) == {"seconds": 1.0, "ranks": [], "links": [], "said": []}
     for now_s in range(0, 21, 2):
         moved = [0] * len(LINKS)
@@ -172,7 +189,7 @@ def test_a_view_has_what_is_known_now_and_none_for_what_is_not() -> None:
             lookout.hear(rank, told, now_s)
     view = lookout.view(22.0)
     assert json.loads(json.dumps(view)) == view
-    assert view["links"][0] == {"link": "b up", "rate": 1e7, "use": pytest.approx(0.6)}
+    assert view["links"][0] == {"link": "b up", "rate": 1e7, "use": pytest.approx(0.6), "lost": 0.0}
     first, second = view["ranks"]
     assert (first["steps"], first["steps_per_s"], first["silent_s"]) == (20, pytest.approx(1.0), 2.0)
     assert (first["samples_per_s"], first["loss"]) == (None, None)
@@ -182,7 +199,7 @@ def test_a_view_has_what_is_known_now_and_none_for_what_is_not() -> None:
 
 def test_a_lack_of_processors_is_said_where_it_explains_half_of_the_cost() -> None:
     slow = {**HEALTHY, "forward": 0.3, "backward": 0.4}
-    lookout, said = Lookout(RACKS, name, behind_s=60.0, now_s=0.0), []
+    lookout, said = Lookout(RACKS, name, examine, behind_s=60.0, now_s=0.0), []
     for now_s in range(0, 21, 2):
         for rank in range(3):
             lacked_s = now_s * (0.45 if rank == 1 else 0.03)
@@ -190,3 +207,52 @@ def test_a_lack_of_processors_is_said_where_it_explains_half_of_the_cost() -> No
         said += lookout.look(now_s)
     (line,) = said
     assert line.endswith("for 45% of the time one of its threads was ready and had no processor, 3% of theirs")
+
+
+def test_a_rank_that_tells_nothing_is_said_to_be_silent_and_not_slow() -> None:
+    lookout, said = Lookout(RACKS, name, examine, behind_s=60.0, now_s=0.0), []
+    for now_s in range(0, 40, 2):
+        for rank in range(3):
+            if rank != 1 or now_s <= 20:
+                waits = now_s - (now_s - 20) * (now_s > 20) * 0.9
+                lookout.hear(
+                    rank, report(now_s, {phase: part * waits / max(now_s, 1) for phase, part in HEALTHY.items()}), now_s
+                )
+        said += [(now_s, line) for line in lookout.look(now_s)]
+    ((at_s, line),) = said
+    assert at_s <= 20 + 15
+    assert line.startswith("rank 1 has told nothing for")
+    assert line.endswith("and was outside of forward, backward and step before; process 7 of rank 1 is stopped")
+    assert lookout.last_heard(1, 40.0) == (20.0, 7)
+    lookout.forget(1)
+    assert lookout.last_heard(1, 40.0) == (None, 0)
+
+
+def test_links_that_lose_what_is_sent_are_named_with_the_part() -> None:
+    lookout, said = Lookout(RACKS, name, examine, behind_s=60.0, now_s=0.0), []
+    up, down = LINKS.index(DirectedLink("b", "up")), LINKS.index(DirectedLink("c", "down"))
+    for now_s in range(0, 20, 2):
+        for rank in range(3):
+            sent, lost = [0] * len(LINKS), [0] * len(LINKS)
+            sent[up], sent[down] = 100_000 * now_s, 200_000 * now_s
+            lost[up] = lost[down] = 5_000 * now_s
+            told = report(now_s, dict.fromkeys(PHASES, 0.1), link_bytes=tuple(sent), lost_bytes=tuple(lost))
+            lookout.hear(rank, told, now_s)
+        said += lookout.look(now_s)
+    assert said == [
+        "the link of b up holds the ranks up: 5.0% of what is sent there is lost, and sent again; they wait 60% of the "
+        "time"
+    ]
+
+
+def test_where_a_late_rank_was_seen_and_that_it_swaps_are_told() -> None:
+    lookout, said = Lookout(RACKS, name, examine, behind_s=60.0, now_s=0.0), []
+    for now_s in range(0, 20, 2):
+        for rank in range(3):
+            is_slow = rank == 2
+            own = HEALTHY | {"elsewhere": 0.5} if is_slow else HEALTHY
+            told = report(now_s, own, place="in load (a.py:7)" * is_slow, num_faults=100 * now_s * is_slow)
+            lookout.hear(rank, told, now_s)
+        said += lookout.look(now_s)
+    (line,) = said
+    assert "at 4 of 4 looks it was in load (a.py:7); 100 times a second it waited for memory that is on a disk" in line

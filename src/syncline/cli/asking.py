@@ -30,18 +30,26 @@ SecretFile = Annotated[
 ]
 
 
-def ask(endpoint: str, path: str, secret_file: Path | None) -> Any:
-    """Return what a job answers; :class:`ConfigurationError` where it does not, with what it says."""
+def ask(endpoint: str, path: str, secret_file: Path | None, *, answer_s: float = 0.0) -> Any:
+    """Return what a job answers; :class:`ConfigurationError` where it does not, with what it says.
+
+    ``answer_s`` is how long the answer takes by itself.
+    """
     where = f"127.0.0.1:{endpoint}" if endpoint.isdecimal() else endpoint
     host, port = parse_endpoint(where, default_port=0, what="HOST:PORT")
     secret = read_secret_file(secret_file, who="--secret-file") if secret_file else read_secret(process_variables())
-    headers = {CODE: make_code(secret, path)} if secret else {}
+    headers = {CODE: make_code(secret, path.partition("?")[0])} if secret else {}
     request = urllib.request.Request(f"http://{format_endpoint(host, port)}{path}", headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S + answer_s) as answer:  # noqa: S310
             return json.load(answer)
     except urllib.error.HTTPError as error:
         raise ConfigurationError(f"the job at {where} says: {error.read().decode(errors='replace').strip()}") from error
+    except TimeoutError as error:
+        raise ConfigurationError(
+            f"somebody listens at {where}, but did not answer within {TIMEOUT_S + answer_s:g} s: that process is "
+            "stopped, or one call holds its Python interpreter (py-spy dump shows which)"
+        ) from error
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"no job answers at {where} ({getattr(error, 'reason', error)}); start it with --metrics PORT, and name "

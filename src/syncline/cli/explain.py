@@ -1,32 +1,79 @@
-"""``syncline explain``: where the time of a step goes, and what one change would give."""
+"""``syncline explain``: where the time of a step goes, what one change would give, and where ranks are that hang."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from syncline.cli.asking import SecretFile, ask
 from syncline.cli.commands import new_app
-from syncline.report.explanation import MEANING, explain
+from syncline.report.examination import Examination, RankAnswer, read_examination
+from syncline.report.explanation import MEANING, Explanation, explain
 from syncline.report.job_trace import read_job_trace
+from syncline.runtime.whereabouts import process_namespace, process_state
 from syncline.units import format_duration
 
 app = new_app()
+SECONDS = 5.0
+PY_SPY_S = 20.0
+MOST_LINES = 16
+"""Of a stack, the innermost calls; --stacks shows all."""
 
 
 @app.command(name="explain")
-def explain_trace(
-    trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="A trace, or a folder with those of ranks.", show_default=False)
+def explain_job(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRACE | HOST:PORT",
+            help="A trace, a folder with those of ranks, or where rank 0 of a running job serves its metrics.",
+            show_default=False,
+        ),
     ],
+    *,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, max=60.0, metavar="S", help="How long a running job is recorded.")
+    ] = SECONDS,
+    stacks: Annotated[bool, typer.Option("--stacks", help="Show the stacks of all threads of a running job.")] = False,
+    secret_file: SecretFile = None,
 ) -> None:
-    """Say where the time of a step goes, by its critical path, and what one change would give."""
-    explanation = explain(read_job_trace(trace))
-    console = Console(highlight=False)
+    """Say where the time of a step goes, by its critical path, and what one change would give.
+
+    Of a running job also: which rank is in which call, who is behind, and the Python stacks of those that others wait
+    for. It was started with --metrics PORT (or SYNCLINE_METRICS).
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    if Path(what).exists() or not (what.isdecimal() or ":" in what):
+        _show_steps(explain(read_job_trace(what)), console)
+        return
+    told = ask(what, f"/explain?seconds={seconds:g}", secret_file, answer_s=seconds)
+    examination = read_examination(told)
+    held = examination.held()
+    for line in (*held, *map(_describe_absent, examination.absent)):
+        console.print(f"- {line}", markup=False)
+    explanation = explain(examination.job)
+    if explanation.steps or not held:
+        _show_steps(explanation, console)
+    _show_ranks(examination, console)
+    awaited = frozenset[int]().union(*held.values())
+    for one in examination.ranks:
+        if stacks or one.rank in awaited or not (explanation.steps or held or one.is_waiting):
+            _show_stacks(one, console, is_whole=stacks)
+    for absent in examination.absent:
+        is_here = absent.get("pid") and told.get("namespace") == process_namespace()
+        for line in _look_from_outside(absent["name"], absent["pid"]) if is_here else ():
+            console.print(line, markup=False)
+
+
+def _show_steps(explanation: Explanation, console: Console) -> None:
     for sentence in explanation.sentences():
         console.print(f"- {sentence}", markup=False)
     if not explanation.steps:
@@ -43,3 +90,46 @@ def explain_trace(
     console.print(table)
     ranks = ", ".join(f"{rank}: {format_duration(own_s)}" for rank, own_s in explanation.own_s.items())
     console.print(f"own time of each rank in a step, without waits: {ranks}")
+
+
+def _describe_absent(one: Mapping[str, Any]) -> str:
+    silent_s = one.get("silent_s")
+    heard = f", and has told nothing for {silent_s:.0f} s" if silent_s is not None else ""
+    return f"{one['name']} gives no answer{heard}: {one['why']}."
+
+
+def _show_ranks(examination: Examination, console: Console) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("rank", "step", "where", "open calls"):
+        table.add_column(heading, justify="right" if heading == "step" else "left")
+    for one in examination.ranks:
+        calls = [f"{call['what']}, {call['seconds']:.1f} s" for call in one.calls if not call["is_over"]]
+        more = f" and {len(calls) - 1} more" if len(calls) > 1 else ""
+        table.add_row(one.name, str(one.steps), one.where, calls[0] + more if calls else "-")
+    console.print(table)
+
+
+def _show_stacks(one: RankAnswer, console: Console, *, is_whole: bool) -> None:
+    for thread, stack in one.stacks.items():
+        if is_whole or thread == one.thread:
+            label = "training thread" if thread == one.thread else f"thread {thread}"
+            console.print(f"{one.name}, process {one.pid}, {label}, innermost call first:", markup=False)
+            for call in stack if is_whole else stack[:MOST_LINES]:
+                console.print(f"    {call}", markup=False)
+
+
+def _look_from_outside(name: str, pid: int) -> Iterator[str]:
+    """Yield the stacks of a process of this machine that does not tell them, or how to come by them."""
+    state = process_state(pid)
+    program = shutil.which("py-spy")
+    if program is None:
+        yield f"{name} is process {pid}{state and f' ({state})'}; py-spy, if it were installed here, shows its stacks"
+        return
+    command: Sequence[str] = (program, "dump", "--pid", str(pid), *(["--nonblocking"] if state else []))
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_S, check=False)
+        told = done.stdout if done.returncode == 0 else done.stderr
+    except (OSError, subprocess.TimeoutExpired) as error:
+        told = str(error)
+    yield f"{name}, as py-spy sees it:"
+    yield from (f"    {line}" for line in told.splitlines())

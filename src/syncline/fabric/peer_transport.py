@@ -24,7 +24,7 @@ from syncline.fabric.handshake import FrameKeys
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.sizing import GrantSizes, GrantWindow
 from syncline.fabric.slice_executor import CALL_TAGS, SliceExecutor
-from syncline.fabric.sockets import busy_seconds, mark
+from syncline.fabric.sockets import busy_seconds, lost_bytes, mark
 from syncline.fabric.statistics import ConnectionStatistics, PeerStatistics
 
 SENT, RECEIVED, FRAME, MISMATCH, UNREADABLE, BROKEN, VIOLATION, ALL_ENDED, ALL_CLOSED, DRAINED, DONE = range(1, 12)
@@ -275,11 +275,14 @@ class PeerTransport:
         sent_bytes, num_sent, received_bytes, num_received = self._native_transport.memory_counters(self._peer)
         if num_sent or num_received:
             counters.append((MEMORY_CLASS, sent_bytes, num_sent, received_bytes, num_received, 0, 0, 0, 0))
-        busy_s = {number: busy_seconds(sock) for number, sock in enumerate(self._sockets, start=CONTROL_CLASS)}
+        sockets = dict(enumerate(self._sockets, start=CONTROL_CLASS))
         return PeerStatistics(
             connections=tuple(
                 ConnectionStatistics(
-                    peer=self._peer, busy_s=busy_s.get(entry[0], 0.0), **dict(zip(names, entry, strict=True))
+                    peer=self._peer,
+                    busy_s=busy_seconds(sockets[entry[0]]) if entry[0] in sockets else 0.0,
+                    lost_bytes=lost_bytes(sockets[entry[0]]) if entry[0] in sockets else 0,
+                    **dict(zip(names, entry, strict=True)),
                 )
                 for entry in counters
             ),

@@ -64,6 +64,8 @@ class Progress:
         """Steps that are finished."""
         self.steps_s = 0.0
         """Seconds in them."""
+        self.thread = threading.main_thread().ident
+        """The thread that made the last step."""
         self.num_samples = 0
         """Samples of finished steps, as far as the user said so."""
         self.loss = math.nan
@@ -157,7 +159,7 @@ class Progress:
         """Count a step that is finished; ``is_next_begun`` where nobody could say when the next one begins."""
         now_ns = time.monotonic_ns()
         start_ns, self._step_ns = self._step_ns or now_ns, now_ns if is_next_begun else 0
-        self.num_steps += 1
+        self.num_steps, self.thread = self.num_steps + 1, threading.get_ident()
         self.steps_s += (now_ns - start_ns) / 1e9
         if self.on_span is not None:
             self.on_span(f"step {self.num_steps if number is None else number}", "step", start_ns, now_ns)
@@ -171,6 +173,7 @@ class Progress:
         self._step_ns, self._first_step_ns = before._step_ns, before._first_step_ns
         self._phase_around = before._phase_around
         self.num_samples, self.loss, self.shortage = before.num_samples, before.loss, before.shortage
+        self.thread = before.thread
 
     def waiting(self, reason: str = "") -> AbstractContextManager[None]:
         """Count a call that waits for other ranks, and say so while it does: ``with progress.waiting(): ...``."""

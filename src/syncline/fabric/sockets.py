@@ -26,7 +26,7 @@ RESEND_US = 60_000
 """How long TCP waits at least, beyond a round trip, before it takes what it sent last for lost. The kernel's 0.2 s are
 many times what a message takes; but the other end may acknowledge 0.04 s late, and that must not look like a loss."""
 _TOTAL_RETRANS, _DSACK_DUPS, _NUM_INFO_BYTES = 100, 216, 220  # of `struct tcp_info`, in <linux/tcp.h>
-_BUSY_US, _WAITED_US = 168, 176
+_BUSY_US, _WAITED_US, _BYTES_RETRANS = 168, 176, 208
 
 _log = logging.getLogger(__name__)
 _warned: set[str] = set()
@@ -201,6 +201,13 @@ def resent_segments(sock: socket.socket) -> int:
     """
     resent, twice = _info(sock, _TOTAL_RETRANS, _DSACK_DUPS, num_bytes=4)
     return max(0, resent - twice)
+
+
+def lost_bytes(sock: socket.socket) -> int:
+    """Return how much was sent again because it was lost, likewise."""
+    (num_bytes,) = _info(sock, _BYTES_RETRANS, num_bytes=8)
+    resent, twice = _info(sock, _TOTAL_RETRANS, _DSACK_DUPS, num_bytes=4)
+    return num_bytes * max(0, resent - twice) // resent if resent else 0
 
 
 def busy_seconds(sock: socket.socket) -> float:

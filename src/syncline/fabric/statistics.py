@@ -24,6 +24,8 @@ class ClassStatistics:
     """How often a connection broke and was opened again."""
     resent_bytes: int = 0
     """Payload and headers that were sent again then."""
+    lost_bytes: int = 0
+    """What TCP sent again, as it was lost on its way."""
     busy_s: float = 0.0
     """Seconds in which TCP had something to send, and the peer room for it: what was sent in them tells a rate."""
 

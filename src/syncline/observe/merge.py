@@ -39,7 +39,15 @@ def gather_events(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
     >>> gather_events([])
     []
     """
-    ranks = [_read(Path(path)) for path in paths]
+    return align_events(_read(Path(path)) for path in paths)
+
+
+def align_events(ranks: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the events of several ranks, each as its trace has them, with times (in us) from zero.
+
+    >>> align_events([])
+    []
+    """
     anchors_ns: dict[str, int] = {}
     moved = [event for events in ranks for event in _on_wall_clock(events, anchors_ns)]
     first_us = min((event["ts"] for event in moved if "ts" in event), default=0.0)

@@ -19,6 +19,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,6 @@ class Trace:
     >>> trace.span("load", "compute", start_ns, trace.now_ns(), batch=3); trace.close()
     """
 
-    enabled = True
-
     def __init__(
         self, *, rank: int = 0, host: str = "", path: str | Path | None = None, max_events: int = 2_000_000
     ) -> None:
@@ -61,9 +60,16 @@ class Trace:
         self._anchor = (time.monotonic_ns(), time.time_ns())
         self._path = Path(path).absolute() if path is not None else None
         self._process = os.getpid()
+        self._heard: deque[_Event] | None = None
+        self._heard_ns = 0
         if self._path is not None:
             self._path.write_text(self._head(), encoding="utf-8")
             atexit.register(self.close)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anybody reads what is recorded; who would compute it for that alone asks first."""
+        return True
 
     @staticmethod
     def now_ns() -> int:
@@ -95,6 +101,24 @@ class Trace:
         with self._lock:
             self._write_out()
 
+    def begin_hearing(self, max_events: int) -> None:
+        """Keep the last events from now on, beside what happens to them anyway, until :meth:`end_hearing`."""
+        self._heard_ns, self._heard = time.monotonic_ns(), deque(maxlen=max_events)
+
+    def end_hearing(self, *, rank: int, host: str) -> list[dict[str, Any]]:
+        """Return what was heard as a trace file of that rank has it, without a step that had begun before.
+
+        >>> trace = NullTrace()
+        >>> trace.begin_hearing(100); trace.instant("here", "compute"); trace.enabled
+        True
+        >>> trace.end_hearing(rank=3, host="b1")[-1]["name"], trace.enabled
+        ('here', False)
+        """
+        heard, self._heard = self._heard or (), None
+        whole = [event for event in tuple(heard) if event[2] != "step" or event[3] >= self._heard_ns]
+        new_rows, encoded = Rows(rank).place(whole)
+        return [*self._about_rank(rank, host), *new_rows, *encoded]
+
     def save(self, path: str | Path) -> None:
         """Write all events to ``path`` (the trace goes on)."""
         with self._lock:
@@ -120,6 +144,8 @@ class Trace:
             atexit.unregister(self.close)
 
     def _record(self, event: _Event) -> None:
+        if (heard := self._heard) is not None:
+            heard.append(event)
         if self._num_left <= 0:
             self.num_dropped += 1
             return
@@ -146,22 +172,19 @@ class Trace:
             self._path, self._num_left = None, 0
 
     def _head(self) -> str:
-        name = f"rank {self.rank}" + (f" (host {self.host})" if self.host else "")
+        return "[\n" + _lines(self._about_rank(self.rank, self.host))
+
+    def _about_rank(self, rank: int, host: str) -> list[dict[str, Any]]:
         monotonic_ns, wall_ns = self._anchor
-        return "[\n" + _lines(
-            [
-                self._metadata("process_name", name=name),
-                self._metadata("process_sort_index", sort_index=self.rank),
-                self._metadata("syncline_clock", monotonic_ns=monotonic_ns, wall_ns=wall_ns, boot=_boot_id()),
-            ]
-        )
+        return [
+            _metadata(rank, "process_name", name=f"rank {rank}" + (f" (host {host})" if host else "")),
+            _metadata(rank, "process_sort_index", sort_index=rank),
+            _metadata(rank, "syncline_clock", monotonic_ns=monotonic_ns, wall_ns=wall_ns, boot=_boot_id()),
+        ]
 
     def _tail(self) -> str:
         """End the array with an event that has no comma behind it, so that the closed file is strict JSON."""
-        return json.dumps(self._metadata("syncline_dropped", num_events=self.num_dropped)) + "\n]\n"
-
-    def _metadata(self, kind: str, **args: Any) -> dict[str, Any]:
-        return {"ph": "M", "name": kind, "pid": self.rank, "tid": 0, "args": args}
+        return json.dumps(_metadata(self.rank, "syncline_dropped", num_events=self.num_dropped)) + "\n]\n"
 
     def _encoded(self, events: list[_Event]) -> str:
         new_rows, encoded = self._rows.place(events)
@@ -169,27 +192,42 @@ class Trace:
 
 
 class NullTrace(Trace):
-    """A trace that is off: every call returns at once.
+    """A trace that is off but while somebody hears: every call returns at once.
 
     >>> NullTrace().span("nothing", "compute", 0, 1)  # returns at once
     """
 
-    enabled = False
-
     def __init__(self) -> None:
         super().__init__(max_events=0)
 
+    @property
+    def enabled(self) -> bool:
+        """Whether somebody hears."""
+        return self._heard is not None
+
     def span(self, name: str, category: str, start_ns: int, end_ns: int, **args: Any) -> None:
-        """Nothing."""
+        """Nothing, unless somebody hears."""
+        if self._heard is not None:
+            super().span(name, category, start_ns, end_ns, **args)
 
     def instant(self, name: str, category: str, **args: Any) -> None:
-        """Nothing."""
+        """Nothing, unless somebody hears."""
+        if self._heard is not None:
+            super().instant(name, category, **args)
 
     def counter(self, name: str, value: float | Mapping[str, float]) -> None:
-        """Nothing."""
+        """Nothing, unless somebody hears."""
+        if self._heard is not None:
+            super().counter(name, value)
 
     def about(self, kind: str, **facts: Any) -> None:
-        """Nothing."""
+        """Nothing, unless somebody hears."""
+        if self._heard is not None:
+            super().about(kind, **facts)
+
+
+def _metadata(rank: int, kind: str, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": 0, "args": args}
 
 
 def _lines(events: list[dict[str, Any]]) -> str:

@@ -23,11 +23,13 @@ from syncline.endpoints import parse_endpoint
 from syncline.errors import ConfigurationError, SynclineError
 from syncline.pytorch.secret import read_secret
 from syncline.runtime import Communicator, FleetStatistics
+from syncline.runtime.watching import MOST_SECONDS
 from syncline.variables import FLIGHT, METRICS, process_variables
 
 OPENTELEMETRY = "opentelemetry"
 """In place of a port or a folder."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+EXAMINED_S = 5.0
 WRITE_S = 10.0
 """How often a file is written; who reads one does so every 15 s or more."""
 
@@ -126,9 +128,10 @@ def _tell_prometheus(take: Take, find: Callable[[], Communicator]) -> Callable[[
         from syncline.pytorch.serving import Page, serve
 
         pages: dict[str, Page] = {
-            "/metrics": lambda: (200, CONTENT_TYPE, prometheus_client.generate_latest(registry)),
-            "/view": lambda: _view_page(find()),
-            "/dump": lambda: _dump_page(find()),
+            "/metrics": lambda _: (200, CONTENT_TYPE, prometheus_client.generate_latest(registry)),
+            "/view": lambda _: _view_page(find()),
+            "/dump": lambda _: _dump_page(find()),
+            "/explain": lambda query: _explain_page(find(), query),
         }
         try:
             return serve(address, port + rank, pages, read_secret(process_variables()), is_open="/metrics")
@@ -156,6 +159,16 @@ def _dump_page(communicator: Communicator) -> tuple[int, str, bytes]:
     communicator.dump_flights()
     told = {"folder": folder, "ranks": communicator.world_size}
     return 200, "application/json", json.dumps(told).encode()
+
+
+def _explain_page(communicator: Communicator, query: Mapping[str, str]) -> tuple[int, str, bytes]:
+    try:
+        seconds = float(query.get("seconds", EXAMINED_S))
+        if not 0 <= seconds <= MOST_SECONDS:
+            return 400, "text/plain", f"seconds must lie between 0 and {MOST_SECONDS:g}\n".encode()
+        return 200, "application/json", json.dumps(communicator.examine(seconds)).encode()
+    except (SynclineError, ValueError) as error:
+        return 409, "text/plain", f"{error}\n".encode()
 
 
 def _write_often(write: Callable[[], None], path: Path) -> Callable[[], None]:

@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qsl
 
 CODE = "Syncline-Code"
 VALID_S = 60.0
 """Clocks may differ by so much, and a code that was overheard is good for no longer."""
 
-Page = Callable[[], tuple[int, str, bytes]]
-"""Returns status, content type and body."""
+Page = Callable[[Mapping[str, str]], tuple[int, str, bytes]]
+"""Takes what the address asks behind its path; returns status, content type and body."""
 
 
 def make_code(secret: bytes, path: str, now_s: float | None = None) -> str:
@@ -58,14 +59,14 @@ def serve(
             self.wfile.write(body)
 
         def _answer(self) -> tuple[int, str, bytes]:
-            path = self.path.partition("?")[0]
+            path, _, query = self.path.partition("?")
             if path not in pages:
                 return 404, "text/plain", f"there is {', '.join(pages)}\n".encode()
             if path != is_open and not is_near(self.client_address[0]):
                 code = self.headers.get(CODE, "")
                 if secret is None or not is_valid(code, secret, path):
                     return 403, "text/plain", b"from another machine this needs the job's secret\n"
-            return pages[path]()
+            return pages[path](dict(parse_qsl(query)))
 
         def log_message(self, *_: object) -> None:
             """Write nothing: the output is the job's."""

@@ -128,19 +128,24 @@ def read_job_trace(path: str | Path) -> JobTrace:
             parts = sorted(path.glob("*.json"))
             if not parts:
                 raise ConfigurationError(f"a trace must be a file, or a folder with those of ranks; '{path}' has none")
-            return _build(gather_events(parts))
+            return build_job_trace(gather_events(parts))
         with path.open(encoding="utf-8") as file:
             if file.read(1) != "{":
-                return _build(gather_events([path]))
+                return build_job_trace(gather_events([path]))
             file.seek(0)
-            return _build(json.load(file)["traceEvents"])
+            return build_job_trace(json.load(file)["traceEvents"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(
             f"'{path}' cannot be read as a trace ({error}); name one that syncline run --trace wrote"
         ) from error
 
 
-def _build(events: Iterable[Mapping[str, Any]]) -> JobTrace:
+def build_job_trace(events: Iterable[Mapping[str, Any]]) -> JobTrace:
+    """Return what the events of all ranks tell, whose times count from one zero.
+
+    >>> build_job_trace([]).ranks
+    ()
+    """
     by_rank: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
         by_rank[event["pid"]].append(event)

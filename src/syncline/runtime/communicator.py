@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -18,13 +16,11 @@ from syncline.fabric.open_files import check_open_files
 from syncline.observe import NullTrace, Trace
 from syncline.runtime.call import BasicSettings, Call, CallSettings, CollectiveCall, common_settings
 from syncline.runtime.connection_classes import ConnectionClasses
-from syncline.runtime.control import Failure, Tally, encode_dump, encode_pace
+from syncline.runtime.control import Failure, Tally
 from syncline.runtime.engine import Engine
 from syncline.runtime.failures import CRASH, LOSSES, PEER_LOST, reason_of
 from syncline.runtime.flight_recorder import FlightRecorder
 from syncline.runtime.group import GroupFabric, place_in_job
-from syncline.runtime.live import write_view
-from syncline.runtime.lookout import REPORT_S, Lookout, PaceReport, rated_links, take_pace
 from syncline.runtime.loop import CommunicationLoop
 from syncline.runtime.plans import Planner, Plans, Target, plan_best
 from syncline.runtime.port import Port
@@ -32,6 +28,7 @@ from syncline.runtime.reduction import Reduction, numpy_reduction
 from syncline.runtime.relay import Relay
 from syncline.runtime.shared_memory import EngineLinks, SharedMemoryCollectives, open_together
 from syncline.runtime.statistics import FleetStatistics, take_statistics
+from syncline.runtime.watching import ANSWER_S, Watching
 from syncline.runtime.work import Work
 from syncline.schedule import Collective, Layout, Schedule, lower_bound, predict
 from syncline.topology import Topology
@@ -95,14 +92,13 @@ class Communicator:
         self.connection_classes = ConnectionClasses(fabric, loop, timeout_s=timeout_s)
         self._on_close = on_close
         self._is_closed = self._is_interrupted = False
-        self._lookout: Lookout | None = None
-        self._live = process_variables().get(LIVE, "")
         self._told_plans: set[tuple[str, int]] = set()
         self._shared_memory: dict[int, SharedMemoryCollectives] = {}  # by the streams whose calls they take
         self._last_statistics: FleetStatistics | None = None
         self.max_inflight_bytes = max_inflight_bytes or self._plans.inflight_bytes
         self._engine = loop.run(self._make_engine(self.max_inflight_bytes), CLOSE_S)
         self._engine.user_stream = self.user_stream
+        self._watching = self._make_watching()
         loop.on_crash(self._engine.crash)
         if self.trace.enabled:
             loop.call_soon(self._flush_trace)
@@ -434,76 +430,32 @@ class Communicator:
 
     def watch_ranks(self) -> None:
         """Tell rank 0 every few seconds how this one fares; there, say on standard error who holds the others up."""
-        self.progress.watcher = self
+        self.progress.watcher = self._watching
         if self.trace.enabled:
-            self._tell_trace()
-        if self.world_size > 1 or self._live:
-            self._loop.call_soon(self._begin_watch, behind_limit_s())
-
-    def _begin_watch(self, behind_s: float) -> None:
-        lookout = None
-        if self.rank == 0:
-            clock = self._loop.clock
-            lookout = Lookout(self.topology, self._fabric.describe_peer, behind_s=behind_s, now_s=clock.time())
-            self._lookout = lookout
-            num_links = len(rated_links(self.topology))
-            self._engine.on_pace = lambda peer, body: lookout.hear(
-                peer, PaceReport.decode(body, num_links), clock.time()
-            )
-        self._tell_pace(lookout)
-
-    def _tell_pace(self, lookout: Lookout | None) -> None:
-        if self._is_closed or self._engine.failure is not None or self.progress.watcher is not self:
-            return
-        report = take_pace(self.progress, self._statistics().link_bytes, self.topology)
-        self._count_in_trace()
-        now_s = self._loop.clock.time()
-        if lookout is not None:
-            lookout.hear(self.rank, report, now_s)
-            for line in lookout.look(now_s):
-                self.trace.instant(line, "lookout")
-                with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-                    print(f"syncline: {line}", file=sys.stderr, flush=True)
-            if self._live:
-                write_view(lookout.view(now_s), self._live)
-        elif not self._fabric.is_lost(0):
-            self._fabric.send_control(0, encode_pace(report.encode()))
-        self._loop.clock.call_later(max(REPORT_S, self.world_size / 64), self._tell_pace, lookout)
-
-    def _tell_trace(self) -> None:
-        network = self.topology.to_yaml() if self.rank == 0 else None  # the same on all ranks
-        self.trace.about("job", rank=self.rank, members=list(self.members), topology=network)
-        self._count_in_trace()
-
-    def _count_in_trace(self) -> None:
-        """Record the sums until now of what each link has carried, and of what this rank has lacked."""
-        if self.trace.enabled:
-            moved = {f"{link.child} {link.direction}": sent for link, sent in self._statistics().link_bytes.items()}
-            self.trace.counter("bytes on links", moved)
-            self.trace.counter("seconds without a processor", self.progress.shortage.seconds())
+            self._watching.tell_trace()
+        live = process_variables().get(LIVE, "")
+        if self.world_size > 1 or live:
+            self._loop.call_soon(self._watching.begin, behind_limit_s(), live)
 
     def view(self) -> dict[str, Any] | None:
         """Return what is known of all ranks now (see :meth:`Lookout.view`); None but on rank 0 of several."""
-        lookout = self._lookout
-        return None if lookout is None else self._loop.run(self._view(lookout), VIEW_S)
+        return self._loop.run(self._view(), VIEW_S)
 
-    async def _view(self, lookout: Lookout) -> dict[str, Any]:
-        return lookout.view(self._loop.clock.time())
+    async def _view(self) -> dict[str, Any] | None:
+        return self._watching.view()
+
+    def examine(self, seconds: float) -> dict[str, Any]:
+        """Ask all ranks what they do for some seconds (see :meth:`Watching.examine`); rank 0 calls this."""
+        return self._loop.run(self._watching.examine(seconds), seconds + ANSWER_S + VIEW_S)
 
     def dump_flights(self) -> None:
         """Let all ranks write their last calls now, each to its own folder for them; rank 0 calls this."""
-        self._loop.call_soon(self._tell_dump)
-
-    def _tell_dump(self) -> None:
-        self._engine.on_dump()
-        for peer in range(self.world_size):
-            if peer != self.rank and not self._fabric.is_lost(peer):
-                self._fabric.send_control(peer, encode_dump())
+        self._loop.call_soon(self._watching.dump)
 
     def write_flight(self, folder: Path) -> None:
         """Write the last calls to ``folder`` when calls fail or this closes, on SIGUSR1, and when rank 0 says so."""
         number = self.members[self.rank]
-        self._engine.on_dump = lambda: self._recorder.write(folder, number)
+        self._watching.on_dump = lambda: self._recorder.write(folder, number)
         self._recorder.write_in_time(folder, number)
         self.watch_failure(lambda _: self._recorder.write(folder, number))
 
@@ -524,6 +476,20 @@ class Communicator:
         self._relay = Relay(engine)
         self._fabric.set_listener(self._relay)
         return engine
+
+    def _make_watching(self) -> Watching:
+        watching = Watching(
+            self._loop,
+            self._fabric,
+            self.topology,
+            trace=self.trace,
+            recorder=self._recorder,
+            members=self.members,
+            take=self._statistics,
+            is_over=lambda: self._is_closed or self._engine.failure is not None,
+        )
+        self._engine.on_watching = watching.hear
+        return watching
 
     def count_by(self, count: Callable[[], Tally | None]) -> None:
         """Tell others, when this rank leaves, how much it has made; ``count`` is called on the loop's thread."""
@@ -551,14 +517,14 @@ class Communicator:
         self._engine.leave()
         await self._fabric.close()
         self._last_statistics = self._statistics()
-        if self.progress.watcher is self:
-            self._count_in_trace()
+        if self.progress.watcher is self._watching:
+            self._watching.count()
 
     async def _break_off(self, reason: str = "") -> None:
         self._relay.end(self.rank)
         self._last_statistics = self._statistics()
-        if self.progress.watcher is self:
-            self._count_in_trace()
+        if self.progress.watcher is self._watching:
+            self._watching.count()
         self._fabric.abort(reason or ABORTED)
         self._engine.leave(tell=False)
 

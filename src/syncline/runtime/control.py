@@ -9,6 +9,8 @@ PARTING    to all, before LEAVING: how many steps (or collectives) I have made, 
 LEAVING    to all, before a close: which calls I have completed, since those still get all that they need
 PACE       to the first, every few seconds: where my time went, so that it can say who holds others up
 DUMP       of the first to all: write your last calls to your folder for them, as somebody wants to see them
+EXAMINE    of the first to all: record for so many seconds what you do, and answer with that and where you are
+ANSWER     to the first: a part of that answer; the running number is that of the question
 =========  =============================================================================================
 
 All begin with the kind, the stream and the running number; the rest is text.
@@ -17,6 +19,7 @@ All begin with the kind, the stream and the running number; the rest is text.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +31,8 @@ from syncline.runtime.call import Description
 
 _HEAD = struct.Struct("<BHI")
 _LEFT = struct.Struct("<HI")
+_SECONDS = struct.Struct("<d")
+_PART = struct.Struct("<II")
 _COUNT = struct.Struct("<I")
 _MAX_TEXT = 3000
 _MAX_ACCUSED = 16
@@ -50,6 +55,12 @@ class ControlKind(IntEnum):
     BESIDE = 6
     PACE = 7
     DUMP = 8
+    EXAMINE = 9
+    ANSWER = 10
+
+
+WATCHING = frozenset({ControlKind.PACE, ControlKind.DUMP, ControlKind.EXAMINE, ControlKind.ANSWER})
+"""Kinds that no call depends on: they are for who watches the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +97,33 @@ def encode_pace(report: bytes) -> bytes:
 def encode_dump() -> bytes:
     """Encode a DUMP message."""
     return _HEAD.pack(ControlKind.DUMP, 0, 0)
+
+
+def encode_examine(query: int, seconds: float) -> bytes:
+    """Encode an EXAMINE message."""
+    return _HEAD.pack(ControlKind.EXAMINE, 0, query & _MOST) + _SECONDS.pack(seconds)
+
+
+def decode_examine(body: bytes) -> float:
+    """Decode the body of an EXAMINE message: for how long to record."""
+    seconds = _SECONDS.unpack(body)[0] if len(body) == _SECONDS.size else -1.0
+    if not 0 <= seconds < math.inf:
+        raise ControlError("of an examination that cannot be read")
+    return float(seconds)
+
+
+def encode_answer(query: int, index: int, num_parts: int, part: bytes) -> bytes:
+    """Encode an ANSWER message: one part of several."""
+    return _HEAD.pack(ControlKind.ANSWER, 0, query & _MOST) + _PART.pack(index, num_parts) + part
+
+
+def decode_answer(body: bytes) -> tuple[int, int, bytes]:
+    """Decode the body of an ANSWER message: the part's number, of how many, and what it holds."""
+    try:
+        index, num_parts = _PART.unpack_from(body)
+    except struct.error as error:
+        raise ControlError("of an answer that cannot be read") from error
+    return index, num_parts, body[_PART.size :]
 
 
 def encode_description(stream: int, number: int, description: Description) -> bytes:

@@ -95,9 +95,8 @@ class Engine:
         self._parted: dict[int, Tally] = {}
         self.count: Callable[[], Tally | None] = lambda: None
         """How much this rank has made, which others are told when it leaves."""
-        self.on_pace: Callable[[int, bytes], None] = lambda *_: None
-        self.on_dump: Callable[[], None] = lambda: None
-        """Takes what another rank tells of its pace."""
+        self.on_watching: Callable[[int, ControlKind, int, bytes], None] = lambda *_: None
+        """Takes what another rank tells for who watches the job: who it is, the kind, the number, and the body."""
         self.user_stream = 0
         self.num_calls: dict[str, int] = {}
         self.call_bytes: dict[str, int] = {}
@@ -241,10 +240,8 @@ class Engine:
             failure = control.decode_failure(body, self._world_size)
             here = failures.heard_from(failure, peer, self._fabric.describe_peer, self._host(peer))
             self._fail(here, tell=False)
-        elif kind is ControlKind.PACE:
-            self.on_pace(peer, body)
-        elif kind is ControlKind.DUMP:
-            self.on_dump()
+        elif kind in control.WATCHING:
+            self.on_watching(peer, kind, number, body)
         elif kind is ControlKind.PARTING:
             self._parted[peer] = control.decode_parting(number, body)
         else:

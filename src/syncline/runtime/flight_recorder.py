@@ -120,6 +120,28 @@ class FlightRecorder:
             self._records.append(record)
         return record
 
+    def last_calls(self) -> list[dict[str, Any]]:
+        """Return the last call of each stream, and of those that are not over the oldest: where its ranks meet."""
+        with self._lock:
+            records = tuple(self._records)
+        now_ns = time.time_ns()
+        last: dict[tuple[tuple[int, ...], int], CallRecord] = {}
+        for record in records:
+            key = record.members, record.stream
+            if key not in last or last[key].ended_ns:
+                last[key] = record
+        return [
+            {
+                "members": list(record.members),
+                "stream": record.stream,
+                "place": record.place,
+                "what": record.what,
+                "is_over": bool(record.ended_ns),
+                "seconds": (now_ns - record.began_ns) / 1e9,
+            }
+            for record in last.values()
+        ]
+
     def dump(self) -> dict[str, Any]:
         """Return all of it as torch's program unpickles it."""
         with self._lock:

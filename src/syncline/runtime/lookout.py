@@ -12,15 +12,20 @@ never more than was measured. After StageFrontier (arXiv 2606.06751), which comp
 from __future__ import annotations
 
 import math
+import os
+import resource
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from syncline.errors import escape_text
 from syncline.fabric.progress import BACKWARD, ELSEWHERE, FORWARD, PHASES, STEP, Progress
 from syncline.runtime.control import ControlError
+from syncline.runtime.statistics import FleetStatistics, route_sums
+from syncline.runtime.whereabouts import training_place
 from syncline.topology import DirectedLink, Topology
 from syncline.units import format_rate
 
@@ -35,8 +40,17 @@ KEPT_COST = 0.08
 """Who was named stays named until it costs less."""
 LEAST_USE, LEAST_WAIT = 0.6, 0.25
 """A link holds ranks up that is used for so much of the time, while they wait so much of it, and not much longer."""
-_FIXED = struct.Struct("<BBQQQddddddddd")
-_NOT_HEARD_S = 10.0
+LEAST_LOST = 0.01
+"""A link loses so much of what is sent on it, where that is worth a line: TCP then keeps far below its rate."""
+LEAST_FAULTS_PER_S = 20.0
+"""Times a second that a process waits for memory which is on a disk."""
+SILENT_REPORTS = 3
+"""Who has not told so many times in a row is silent."""
+MOST_LINKS = 400
+"""Of a report; where a rank uses more, those that carry least are left out."""
+_FIXED = struct.Struct("<BBQQQIQdddddddddHH")
+_LINK = struct.Struct("<HQQ")
+_MOST_PLACE_BYTES = 200
 NUM_KEPT_LINES = 5
 """Of what was said, for those who look at the job now."""
 
@@ -55,7 +69,14 @@ class PaceReport:
     waited_s: float
     steps_s: float
     link_bytes: tuple[int, ...]
-    """What it has put on each link, in the order of :func:`rated_links`."""
+    """What it has put on each link, in the order of :func:`watched_links`."""
+    lost_bytes: tuple[int, ...] = ()
+    """What of that TCP sent again as it was lost, likewise; a loss counts on all links of its path."""
+    pid: int = 0
+    num_faults: int = 0
+    """How often one of its threads waited for memory that is on a disk."""
+    place: str = ""
+    """Where its training thread is, while it is outside of the phases and waits for nobody."""
     lacked_s: float = 0.0
     """In which one of its threads was ready to run, and had no processor."""
     num_samples: int = 0
@@ -64,20 +85,35 @@ class PaceReport:
 
     def encode(self) -> bytes:
         """Return it as it travels."""
+        moved = [
+            (num_bytes, number, lost)
+            for number, (num_bytes, lost) in enumerate(zip(self.link_bytes, self.lost_bytes, strict=True))
+            if num_bytes
+        ]
+        kept = sorted(moved, reverse=True)[:MOST_LINKS]
+        place = self.place.encode()[:_MOST_PLACE_BYTES]
         state = PHASES.index(self.phase), self.is_waiting, self.num_calls, self.num_steps, self.num_samples
-        fixed = _FIXED.pack(*state, self.loss, self.total_s, *self.own_s, self.waited_s, self.steps_s, self.lacked_s)
-        return fixed + struct.pack(f"<{len(self.link_bytes)}Q", *self.link_bytes)
+        seconds = self.loss, self.total_s, *self.own_s, self.waited_s, self.steps_s, self.lacked_s
+        fixed = _FIXED.pack(*state, self.pid, self.num_faults, *seconds, len(kept), len(place))
+        return fixed + b"".join(_LINK.pack(number, sent, lost) for sent, number, lost in kept) + place
 
     @classmethod
     def decode(cls, body: bytes, num_links: int) -> PaceReport:
         """Read one; :class:`ControlError` for what is none."""
         try:
-            phase, is_waiting, num_calls, num_steps, num_samples, loss, *seconds = _FIXED.unpack_from(body)
-            link_bytes = struct.unpack(f"<{num_links}Q", body[_FIXED.size :])
+            (phase, is_waiting, *counts, num_kept, num_place) = _FIXED.unpack_from(body)
+            end = _FIXED.size + num_kept * _LINK.size
+            moved = list(_LINK.iter_unpack(body[_FIXED.size : end]))
         except struct.error as error:
             raise ControlError("of its pace what cannot be read") from error
-        if phase >= len(PHASES) or not all(math.isfinite(one) and one >= 0 for one in seconds):
+        num_calls, num_steps, num_samples, pid, num_faults, loss, *seconds = counts
+        is_whole = len(moved) == num_kept and len(body) == end + num_place
+        if not is_whole or phase >= len(PHASES) or any(number >= num_links for number, _, _ in moved):
+            raise ControlError("of its pace what cannot be read")
+        if not all(math.isfinite(one) and one >= 0 for one in seconds):
             raise ControlError("of its pace what cannot be")
+        sent = {number: num_bytes for number, num_bytes, _ in moved}
+        lost = {number: num_bytes for number, _, num_bytes in moved}
         total_s, *own_s, waited_s, steps_s, lacked_s = seconds
         return cls(
             phase=PHASES[phase],
@@ -88,24 +124,29 @@ class PaceReport:
             own_s=tuple(own_s),
             waited_s=waited_s,
             steps_s=steps_s,
-            link_bytes=link_bytes,
+            link_bytes=tuple(sent.get(number, 0) for number in range(num_links)),
+            lost_bytes=tuple(lost.get(number, 0) for number in range(num_links)),
+            pid=pid,
+            num_faults=num_faults,
+            place=escape_text(body[end:], max_chars=_MOST_PLACE_BYTES),
             lacked_s=lacked_s,
             num_samples=num_samples,
             loss=loss,
         )
 
 
-def rated_links(topology: Topology) -> dict[DirectedLink, float]:
-    """Return each direction of a link whose rate is known, with that (bytes per second), in one order on all ranks."""
+def watched_links(topology: Topology) -> dict[DirectedLink, float]:
+    """Return each direction of a link with its rate (bytes per second; without end if unknown), alike on all ranks."""
     both = [(DirectedLink(name, "up"), DirectedLink(name, "down")) for name, _ in topology.links()]
-    found = {link: topology.bytes_per_s(link) for ways in both for link in ways}
-    return {link: rate for link, rate in found.items() if math.isfinite(rate)}
+    return {link: topology.bytes_per_s(link) for ways in both for link in ways}
 
 
-def take_pace(progress: Progress, bytes_of: Mapping[DirectedLink, int], topology: Topology) -> PaceReport:
-    """Return what this rank has done until now; ``bytes_of``: what it has put on each link."""
+def take_pace(progress: Progress, statistics: FleetStatistics, topology: Topology) -> PaceReport:
+    """Return what this rank has done until now."""
     own_s, waited_s = progress.own_s()
-    rates = rated_links(topology)
+    links = watched_links(topology)
+    lost = route_sums(statistics.fabric, topology, "lost_bytes")
+    is_elsewhere = progress.phase == ELSEWHERE and not progress.is_waiting
     return PaceReport(
         phase=progress.phase,
         is_waiting=progress.is_idle,
@@ -115,7 +156,11 @@ def take_pace(progress: Progress, bytes_of: Mapping[DirectedLink, int], topology
         own_s=tuple(own_s.values()),
         waited_s=waited_s,
         steps_s=progress.steps_s,
-        link_bytes=tuple(bytes_of.get(link, 0) for link in rates),
+        link_bytes=tuple(statistics.link_bytes.get(link, 0) for link in links),
+        lost_bytes=tuple(lost.get(link, 0) for link in links),
+        pid=os.getpid(),
+        num_faults=resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
+        place=training_place(progress.thread) if is_elsewhere else "",
         lacked_s=progress.shortage.seconds(),
         num_samples=progress.num_samples,
         loss=progress.loss,
@@ -130,6 +175,10 @@ class Share:
     waited: float
     lacked: float
     link_bytes_per_s: tuple[float, ...]
+    lost_bytes_per_s: tuple[float, ...]
+    faults_per_s: float
+    places: tuple[str, ...]
+    """Where its training thread was seen, whenever that was outside of the phases."""
 
     @property
     def busy(self) -> float:
@@ -140,12 +189,22 @@ class Share:
 class Lookout:
     """What rank 0 has heard of all ranks, and what it says; told the time, and without any input or output.
 
-    ``describe`` names a rank; ``behind_s`` is how long no step may be finished before it is said who is behind.
+    ``describe`` names a rank, ``examine`` says what else is known of one that is silent, by its number and process;
+    ``behind_s`` is how long no step may be finished before it is said who is behind.
     """
 
-    def __init__(self, topology: Topology, describe: Callable[[int], str], *, behind_s: float, now_s: float) -> None:
-        self._rates = rated_links(topology)
+    def __init__(
+        self,
+        topology: Topology,
+        describe: Callable[[int], str],
+        examine: Callable[[int, int], str],
+        *,
+        behind_s: float,
+        now_s: float,
+    ) -> None:
+        self._rates = watched_links(topology)
         self._describe = describe
+        self._examine = examine
         self._behind_s = behind_s
         self._heard: dict[int, deque[tuple[float, PaceReport]]] = {}
         self._still_since_s: dict[int, float] = {}
@@ -175,6 +234,11 @@ class Lookout:
         """Leave out a rank that is gone."""
         self._heard.pop(rank, None)
 
+    def last_heard(self, rank: int, now_s: float) -> tuple[float | None, int]:
+        """Return for how long a rank has told nothing, and its process; None and 0 if it never told anything."""
+        heard = self._heard.get(rank)
+        return (now_s - heard[-1][0], heard[-1][1].pid) if heard else (None, 0)
+
     def look(self, now_s: float) -> list[str]:
         """Return the lines that are to be said now."""
         said = []
@@ -197,10 +261,11 @@ class Lookout:
         """Return what is known of all ranks now, over the last seconds, as JSON has it; what is not known is None."""
         ranks = [self._view_rank(rank, heard, now_s) for rank, heard in sorted(self._heard.items())]
         moved = [sum(each) for each in zip(*(one.pop("links") for one in ranks), strict=True)]
-        use = {f"{link.child} {link.direction}": rate for link, rate in self._rates.items()}
+        lost = [sum(each) for each in zip(*(one.pop("lost") for one in ranks), strict=True)]
         links = [
-            {"link": name, "rate": rate, "use": bytes_per_s / rate}
-            for (name, rate), bytes_per_s in zip(use.items(), moved, strict=bool(ranks))
+            {"link": str(link), "rate": rate, "use": sent / rate, "lost": gone / sent if sent else 0.0}
+            for (link, rate), sent, gone in zip(self._rates.items(), moved, lost, strict=bool(ranks))
+            if math.isfinite(rate)
         ]
         links.sort(key=lambda link: -link["use"])
         return {"seconds": now_s - self._began_s, "ranks": ranks, "links": links, "said": list(self._said)}
@@ -223,6 +288,7 @@ class Lookout:
             "waited": (last.waited_s - first.waited_s) * per_s,
             "lacked": (last.lacked_s - first.lacked_s) * per_s,
             "links": [(b - a) * per_s for a, b in zip(first.link_bytes, last.link_bytes, strict=True)],
+            "lost": [(b - a) * per_s for a, b in zip(first.lost_bytes, last.lost_bytes, strict=True)],
         }
 
     def _behind(self, now_s: float) -> str:
@@ -231,9 +297,8 @@ class Lookout:
             at_s, last = heard[-1]
             if last.is_waiting and self._still_since_s[rank] <= now_s - self._behind_s / 2:
                 waiting.append(rank)
-            elif now_s - at_s > _NOT_HEARD_S:
-                said = f"said nothing for {now_s - at_s:.0f} s, and was {self._where(last)} before"
-                behind.append(f"{self._describe(rank)} {said}")
+            elif now_s - at_s > self._silent_s:
+                behind.append(self._silence(rank, now_s))
             else:
                 behind.append(f"{self._describe(rank)} is behind, {self._where(last)}")
         if not waiting:
@@ -241,6 +306,16 @@ class Lookout:
         who = "; ".join(behind[:3]) + (f"; so are {len(behind) - 3} more" if len(behind) > 3 else "")
         head = f"no step was finished for {now_s - self._step_s:.0f} s"
         return f"{head}: {who}; {len(waiting)} wait" if behind else f"{head}: all {len(waiting)} ranks wait"
+
+    @property
+    def _silent_s(self) -> float:
+        return SILENT_REPORTS * report_interval_s(len(self._heard))
+
+    def _silence(self, rank: int, now_s: float) -> str:
+        """Say that a rank tells nothing, where it was when it did, and what else is known of it."""
+        at_s, last = self._heard[rank][-1]
+        known = f"{self._describe(rank)} has told nothing for {now_s - at_s:.0f} s, and was {self._where(last)} before"
+        return f"{known}; {self._examine(rank, last.pid)}"
 
     def _where(self, report: PaceReport) -> str:
         return f"in {report.phase}" if report.phase != ELSEWHERE else f"outside of {self._phases()}"
@@ -251,29 +326,45 @@ class Lookout:
         is_seen = any(heard[-1][1].own_s[forward] for heard in self._heard.values())
         return "forward, backward and step" if is_seen else "backward and step"
 
-    def _share(self, rank: int, now_s: float) -> Share | None:
-        heard = self._heard[rank]
-        end_s, last = heard[-1]
-        for start_s, first in reversed(heard):
-            if end_s - start_s >= WINDOW_S and last.num_steps - first.num_steps >= MIN_STEPS:
-                break
-        else:
+    def _share(self, rank: int, until_s: float) -> Share | None:
+        """Return what a rank did with its last window, which ends at about ``until_s``, for all alike."""
+        heard = [entry for entry in self._heard[rank] if entry[0] <= until_s + REPORT_S / 2]
+        if not heard:
             return None
+        end_s, last = heard[-1]
+        longs = (
+            number
+            for number, (start_s, report) in enumerate(heard)
+            if end_s - start_s >= WINDOW_S and last.num_steps - report.num_steps >= MIN_STEPS
+        )
+        start = max(longs, default=None)
+        if start is None:
+            return None
+        first = heard[start][1]
         seconds = last.total_s - first.total_s
-        if seconds <= 0 or now_s - end_s > _NOT_HEARD_S:
+        if seconds <= 0:
             return None
         spent = zip(PHASES, last.own_s, first.own_s, strict=True)
         moved = zip(last.link_bytes, first.link_bytes, strict=True)
+        lost = zip(last.lost_bytes, first.lost_bytes, strict=True)
         return Share(
             own={phase: (later - earlier) / seconds for phase, later, earlier in spent},
             waited=(last.waited_s - first.waited_s) / seconds,
             lacked=(last.lacked_s - first.lacked_s) / seconds,
             link_bytes_per_s=tuple((later - earlier) / seconds for later, earlier in moved),
+            lost_bytes_per_s=tuple((later - earlier) / seconds for later, earlier in lost),
+            faults_per_s=(last.num_faults - first.num_faults) / seconds,
+            places=tuple(report.place for _, report in heard[start + 1 :] if report.place),
         )
 
     def _holding_up(self, now_s: float) -> tuple[str, str]:
         """Return the rank or link that holds the others up, and what to say; nothing where none is known to."""
-        shares = {rank: share for rank in self._heard if (share := self._share(rank, now_s)) is not None}
+        silent = [rank for rank, heard in self._heard.items() if now_s - heard[-1][0] > self._silent_s]
+        if silent:
+            more = f"; {len(silent) - 1} more are silent" if len(silent) > 1 else ""
+            return self._describe(min(silent)), self._silence(min(silent), now_s) + more
+        until_s = min((heard[-1][0] for heard in self._heard.values()), default=now_s)
+        shares = {rank: share for rank in self._heard if (share := self._share(rank, until_s)) is not None}
         if len(shares) < 2:
             return "", ""
         slow = max(shares, key=lambda rank: (shares[rank].busy + 0.05 * (self._describe(rank) == self._named), -rank))
@@ -284,8 +375,9 @@ class Lookout:
             waited = median(share.waited for share in others), shares[slow].waited
             waits = f"they wait {waited[0]:.0%} of the time, and it {waited[1]:.0%}"
             why = self._reason(shares[slow], others) + _shortage(shares[slow], others, cost)
+            why += _swapping(shares[slow], others)
             return name, f"{name} holds the others up ({waits}): {why}"
-        return self._full_link(list(shares.values()))
+        return self._bad_link(list(shares.values()))
 
     def _reason(self, slow: Share, others: Sequence[Share]) -> str:
         usual = {phase: median(share.own[phase] for share in others) for phase in PHASES}
@@ -303,18 +395,51 @@ class Lookout:
         apart = f"{parts[0]:.0%} of its time is outside of {self._phases()}, and {parts[1]:.0%} of theirs"
         if apart_part < 0.7:
             return f"{apart}, and it computes slower ({ratios})"
+        (place, seen), *_ = Counter(slow.places).most_common(1) or [("", 0)]
+        if place:
+            return f"{apart}; at {seen} of {len(slow.places)} looks it was {place}"
         return f"{apart}; its input is late, or it does other work there" if FORWARD in computing else apart
 
-    def _full_link(self, shares: Sequence[Share]) -> tuple[str, str]:
+    def _bad_link(self, shares: Sequence[Share]) -> tuple[str, str]:
+        """Return the link that is full, or else the one that loses what is sent on it, while ranks wait."""
         waited = median(share.waited for share in shares)
-        moved = [sum(each) for each in zip(*(share.link_bytes_per_s for share in shares), strict=True)]
-        used = {link: bytes_per_s / self._rates[link] for link, bytes_per_s in zip(self._rates, moved, strict=True)}
-        fullest = max(used, key=lambda link: used[link], default=None)
-        if fullest is None or waited < LEAST_WAIT or used[fullest] < max(LEAST_USE, 0.8 * waited):
+        sent = [sum(each) for each in zip(*(share.link_bytes_per_s for share in shares), strict=True)]
+        gone = [sum(each) for each in zip(*(share.lost_bytes_per_s for share in shares), strict=True)]
+        used = {link: bytes_per_s / rate for (link, rate), bytes_per_s in zip(self._rates.items(), sent, strict=True)}
+        lost = {link: gone / max(one, 1.0) for link, one, gone in zip(self._rates, sent, gone, strict=True)}
+        if waited < LEAST_WAIT or not used:
             return "", ""
-        name = f"the link of {fullest.child} {fullest.direction}"
-        moves = f"{used[fullest]:.0%} of {format_rate(self._rates[fullest])} is used"
-        return name, f"{name} holds the ranks up: {moves}, and they wait {waited:.0%} of the time"
+        fullest = max(used, key=lambda link: used[link])
+        if used[fullest] >= max(LEAST_USE, 0.8 * waited):
+            also = f", {lost[fullest]:.0%} of what is sent there is lost" if lost[fullest] >= LEAST_LOST else ""
+            name = f"the link of {fullest}"
+            moves = f"{used[fullest]:.0%} of {format_rate(self._rates[fullest])} is used{also}"
+            return name, f"{name} holds the ranks up: {moves}, and they wait {waited:.0%} of the time"
+        worst = max(lost.values())
+        if worst < LEAST_LOST:
+            return "", ""
+        # What lost something counts on its whole path; the link at fault has the largest part, with those whose all
+        # traffic crosses it too.
+        names = [str(link) for link, part in lost.items() if part >= 0.8 * worst]
+        name = f"the link{'s' * (len(names) > 1)} of {' and '.join(names[:3])}"
+        what = f"{worst:.1%} of what is sent there is lost, and sent again"
+        return name, f"{name} hold{'s' * (len(names) < 2)} the ranks up: {what}; they wait {waited:.0%} of the time"
+
+
+def report_interval_s(num_ranks: int) -> float:
+    """Return how often each of so many ranks tells of its pace."""
+    return max(REPORT_S, num_ranks / 64)
+
+
+def _swapping(slow: Share, others: Sequence[Share]) -> str:
+    """Say that the rank's memory is on a disk, where it waits for that much more often than the others do."""
+    usual = median(share.faults_per_s for share in others)
+    if slow.faults_per_s < max(LEAST_FAULTS_PER_S, 4 * usual):
+        return ""
+    return (
+        f"; {slow.faults_per_s:.0f} times a second it waited for memory that is on a disk (swapped out, or of a file; "
+        f"major page faults), they {usual:.0f} times"
+    )
 
 
 def _shortage(slow: Share, others: Sequence[Share], cost: float) -> str:

@@ -1,0 +1,102 @@
+"""Where a process is: the Python stacks of its threads, told from another thread, and what the kernel says of it.
+
+Stacks are read by whichever thread has the interpreter, so a thread that waits in C code, or for a lock, is seen as
+well. One that holds the interpreter is not, and nor is a process that is stopped: of these the kernel alone tells.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+
+MOST_FRAMES, MOST_THREADS = 40, 24
+_LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
+_STATES = {
+    "T": "its process is stopped (SIGSTOP, or a suspended job)",
+    "t": "its process is held by a debugger",
+    "Z": "its process has ended",
+    "X": "its process has ended",
+    "D": "its process waits for a disk or another device",
+}
+
+
+def process_state(pid: int) -> str:
+    """Return what the kernel says of a process of this machine that does not just run or sleep; "" for nothing.
+
+    >>> process_state(os.getpid())
+    ''
+    """
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return _STATES["X"] if Path("/proc/self/stat").exists() else ""
+    except (OSError, IndexError):
+        return ""
+    return _STATES.get(letter, "")
+
+
+def process_namespace() -> str:
+    """Name the numbering of processes here: who reads numbers elsewhere may see other processes by them; "" if unknown.
+
+    >>> process_namespace() == process_namespace()
+    True
+    """
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def thread_stacks() -> dict[int, list[str]]:
+    """Return the Python stack of each other thread by its number, innermost call first.
+
+    >>> len(thread_stacks()) == threading.active_count() - 1
+    True
+    """
+    own = threading.get_ident()
+    frames = sys._current_frames()  # the documented way, private by its name alone
+    return {number: stack_of(frame) for number, frame in list(frames.items())[:MOST_THREADS] if number != own}
+
+
+def stack_of(frame: FrameType | None) -> list[str]:
+    """Return the calls from ``frame`` outwards: ``"read_batch (train.py:57)"``."""
+    calls = islice(_outwards(frame), MOST_FRAMES)
+    return [f"{one.f_code.co_qualname} ({one.f_code.co_filename}:{one.f_lineno})" for one in calls]
+
+
+def training_place(thread: int | None) -> str:
+    """Say where a thread is: in a data loader, in the innermost call of the program's own code, and what that calls.
+
+    >>> training_place(None)
+    ''
+    """
+    frame = sys._current_frames().get(thread or 0)
+    stack = list(_outwards(frame))
+    if not stack:
+        return ""
+    own = next((one for one in stack if not _is_of_library(one.f_code.co_filename)), stack[0])
+    place = f"in {own.f_code.co_qualname} ({Path(own.f_code.co_filename).name}:{own.f_lineno})"
+    if any(one.f_code.co_filename.endswith("torch/utils/data/dataloader.py") for one in stack[: stack.index(own)]):
+        return f"waiting for a data loader {place}"
+    if own is stack[0]:
+        return place
+    inner = stack[0].f_code
+    return f"{place}, which calls {Path(inner.co_filename).stem}.{inner.co_qualname}"
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith("<frozen importlib"):
+            yield frame
+        frame = frame.f_back
+
+
+@cache
+def _is_of_library(path: str) -> bool:
+    return path.startswith("<") or "site-packages" in path or path.startswith(_LIBRARIES)
