@@ -44,7 +44,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     assert tensor.device.type == "cpu", "tensors on a device are moved through host memory"
     size = tensor.nbytes
     if not size:
-        return memoryview(bytearray())
+        return memoryview(bytearray(16))[:0]  # aligned as any tensor is, which an empty one need not be
     memory: Any = _array_of(size).from_address(tensor.data_ptr())
     memory.owner = tensor.untyped_storage()  # and not the tensor, which its user may set to other memory meanwhile
     return memoryview(memory).cast("B")
