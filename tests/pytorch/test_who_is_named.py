@@ -31,8 +31,6 @@ from syncline.updates.messaging import driver
 
 WORLD, GUILTY, STEPS, AT = 4, 1, 4, 2
 TIMEOUT_S = 2.0
-ELASTIC_TIMEOUT_S = {"stops calling": 10.0, "saves alone": 10.0}
-"""By fault that only a deadline shows: as long may survivors lack a processor before they count as lost themselves."""
 HOSTS = """
 topology: two-hosts
 switch: core
@@ -347,8 +345,7 @@ def test_survivors_that_go_on_know_who_is_lost(
                 raise
             job.end(rank, tuple(told) if options else counted.lost if rule == "overlapped" else counted.dead)
 
-        timeout_s = ELASTIC_TIMEOUT_S.get(job.fault, 60.0) if options else TIMEOUT_S
-        return run_fleets(topology, body, timeout_s=timeout_s, accept=(SynclineError, GuiltyError))
+        return run_fleets(topology, body, timeout_s=TIMEOUT_S, accept=(SynclineError, GuiltyError))
 
     lost, harmless, ending = GOING_ON[rule], HARMLESS.get(rule, ()), ENDING.get(rule, {})
     for job, results in run_at_once((*lost, *harmless, *ending), tmp_path, run):
