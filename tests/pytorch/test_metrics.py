@@ -196,7 +196,7 @@ def test_the_port_has_a_view_and_dumps_and_asks_for_the_secret_from_elsewhere(
         assert ask(str(port), "/view", tmp_path / "secret") == VIEW
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
             assert b"syncline_steps_total" in answer.read()
-        with pytest.raises(ConfigurationError, match="there is /metrics, /view, /dump"):
+        with pytest.raises(ConfigurationError, match="there is /metrics, /, /view, /dump"):
             ask(str(port), "/none", None)
         stop()
         with pytest.raises(ConfigurationError, match="no job answers"):

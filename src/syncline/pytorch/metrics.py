@@ -125,10 +125,11 @@ def _tell_prometheus(take: Take, find: Callable[[], Communicator]) -> Callable[[
     if place.isdecimal() or ":" in place:
         where = place if ":" in place else f"127.0.0.1:{place}"
         address, port = parse_endpoint(where, default_port=0, what=METRICS)
-        from syncline.pytorch.serving import Page, serve
+        from syncline.pytorch.serving import LIVE_PAGE, Page, serve
 
         pages: dict[str, Page] = {
             "/metrics": lambda _: (200, CONTENT_TYPE, prometheus_client.generate_latest(registry)),
+            "/": lambda _: (200, "text/html; charset=utf-8", LIVE_PAGE.read_bytes()),
             "/view": lambda _: _view_page(find()),
             "/dump": lambda _: _dump_page(find()),
             "/explain": lambda query: _explain_page(find(), query),

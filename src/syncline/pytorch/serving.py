@@ -1,4 +1,4 @@
-"""What a rank serves at the port for metrics: ``/metrics`` for Prometheus, ``/view`` of all ranks, and ``/dump``.
+"""What a rank serves at the port for metrics: ``/metrics`` for Prometheus, ``/`` for a browser, and what commands ask.
 
 This machine may ask for all of it. Whoever asks from another one for a view or a dump proves that they know the job's
 secret, by a keyed code of the path and the time; the secret itself is never sent. Metrics are as open as the address.
@@ -13,9 +13,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import parse_qsl
 
+LIVE_PAGE = Path(__file__).with_name("live_page.html")
+"""Asks for ``/view`` every two seconds, and for nothing else."""
 CODE = "Syncline-Code"
+NEEDS_SECRET = (
+    b"from another machine this needs the job's secret, which syncline top, explain and dump prove; a browser goes by "
+    b"ssh -L PORT:127.0.0.1:PORT HOST\n"
+)
 VALID_S = 60.0
 """Clocks may differ by so much, and a code that was overheard is good for no longer."""
 
@@ -65,7 +72,7 @@ def serve(
             if path != is_open and not is_near(self.client_address[0]):
                 code = self.headers.get(CODE, "")
                 if secret is None or not is_valid(code, secret, path):
-                    return 403, "text/plain", b"from another machine this needs the job's secret\n"
+                    return 403, "text/plain", NEEDS_SECRET
             return pages[path](dict(parse_qsl(query)))
 
         def log_message(self, *_: object) -> None:
