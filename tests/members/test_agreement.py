@@ -252,3 +252,17 @@ def test_who_has_nothing_new_to_tell_and_differs_still_ends_the_agreement():
         machine.hear(peer, Report(base=machine.base, losses={}, first_free=1))
     [effect] = machine.expire()
     assert "did not agree in time" in str(effect.error)
+
+
+def test_who_lacks_ranks_that_hold_it_for_lost_names_itself():
+    """It believes neither, as their numbers are higher, and holds them for lost in turn."""
+    epoch = Epoch(number=0, members=(0, 1, 2, 3, 4))
+    machine = Agreement(rank=1, epoch=epoch)
+    machine.rest(first_free=1)
+    effects = []
+    for peer in (2, 3, 4):
+        effects += machine.hear(peer, Report(base=epoch, losses={1: Loss(accuser=peer)}, first_free=1))
+    error = effects[-1].error
+    assert isinstance(error, QuorumLostError)
+    assert error.ranks_at_fault == (1,)
+    assert "rank 1 was left behind: rank 2 tells that" in str(error)

@@ -80,6 +80,7 @@ class Stop:
 
 
 Effect = Tell | Interrupt | Go | Stop
+_GIVEN_UP = "it has lost its connection to this rank, or takes it for hung"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,6 +114,8 @@ class Agreement:
     _leaving: set[int] = field(default_factory=set)
     _awaited: set[int] = field(default_factory=set)
     """Those that live and have not said the same: a report changes the place of its sender alone."""
+    _accused_by: set[int] = field(default_factory=set)
+    """Who holds this rank for lost, as it has heard since the last agreement."""
     _has_learnt: bool = False
     """Somebody was found lost since the training thread rests, or the time was over last."""
 
@@ -163,10 +166,10 @@ class Agreement:
             return [Tell(peers=(peer,), report=self._report())] if self.is_resting or self.epoch.number else []
         knew = self.base.number, len(self.losses)
         accused = report.losses.get(self.rank)
-        if accused is not None and self._is_believed(self.rank, report):
-            return self._stop(
-                self._fenced(accused.accuser, "it has lost its connection to this rank, or takes it for hung")
-            )
+        if accused is not None:
+            self._accused_by.add(accused.accuser)
+            if self._is_believed(self.rank, report):
+                return self._stop(self._fenced(accused.accuser, _GIVEN_UP))
         has_grown = report.base.number > self.base.number
         self.base = report.base if has_grown else self.base
         has_grown |= self._believe(report)
@@ -235,6 +238,8 @@ class Agreement:
         if not self.is_resting:
             return []
         shortage = self._shortage() if has_grown else None
+        if shortage is not None and self._accused_by:  # those that it lacks go on without it
+            return self._stop(self._fenced(min(self._accused_by), _GIVEN_UP))
         if shortage is not None:
             return self._stop(shortage)
         effects: list[Effect] = []
@@ -265,6 +270,7 @@ class Agreement:
         first_stream = max([self._first_free, *(report.first_free for report in self.heard.values())])
         lost = {rank: loss for rank, loss in self.losses.items() if rank in before.members}
         self.base, self.is_resting, self.heard = self.epoch, False, {}
+        self._accused_by.clear()
         return Go(epoch=self.epoch, first_stream=first_stream, lost=lost)
 
     def _shortage(self) -> QuorumLostError | None:

@@ -243,10 +243,8 @@ class Recovery:
         for part in self._parts:
             if (leaving := part.leaving()) is not None:
                 self.expect_leave(leaving)
-        communicator, loss = fleet.communicator, fleet.communicator.loss
-        accused = [] if loss is None or loss.is_hearsay else [communicator.members[loss.rank]]
-        communicator.interrupt(str(cause))
-        go = self._regroup.agree(accused, first_free=fleet.next_stream)
+        fleet.communicator.interrupt(str(cause))
+        go = self._regroup.agree(first_free=fleet.next_stream)
         if self._growth is not None:
             self._growth.check(go.epoch)
         lost = tuple(sorted(set(fleet.epoch.members).difference(go.epoch.members)))

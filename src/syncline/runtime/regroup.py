@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 from syncline.errors import ConfigurationError, FabricError
@@ -46,15 +46,14 @@ class Regroup:
         """What came since the last agreement, if anything did."""
         self._port.call(lambda: self._open(stream), timeout_s)
 
-    def agree(self, accused: Iterable[int], *, first_free: int) -> Go:
+    def agree(self, *, first_free: int) -> Go:
         """Wait until all who are left agree on who goes on; on the training thread.
 
-        ``accused``: whom this rank's calls have failed for, beside those that the fabric has lost. ``first_free``: the
-        first stream that this rank has not used. Raises :class:`QuorumLostError` where this rank does not go on,
-        :class:`UpdateError` if the others do not answer in time.
+        ``first_free``: the first stream that this rank has not used. Raises :class:`QuorumLostError` where this rank
+        does not go on, :class:`UpdateError` if the others do not answer in time.
         """
         work = self._port.work("the agreement on who goes on", timeout_s=ROUNDS * self._timeout_s)
-        self._port.call_soon(self._rest, tuple(accused), first_free, work)
+        self._port.call_soon(self._rest, first_free, work)
         work.wait()
         assert self._agreed is not None, "the agreement ends with an epoch, or with an error"
         return self._agreed
@@ -82,24 +81,37 @@ class Regroup:
     def _open(self, stream: int) -> None:
         self._port.watch_controls(stream, self._on_control)
         self._port.watch_losses(self._on_lost)
+        self._watch(self._communicator)
+
+    def _watch(self, communicator: Communicator) -> None:
+        """Take note of whom the calls of ``communicator`` fail for, when they do.
+
+        Not when the training thread comes to rest: the rank that is late reports whom it has lost in turn, and must not
+        be believed meanwhile.
+        """
+        self._communicator = communicator
+        communicator.watch_failure(lambda _: self._on_failure(communicator))
+
+    def _on_failure(self, communicator: Communicator) -> None:
+        loss = communicator.loss
+        if loss is not None and not loss.is_hearsay:
+            self._do(self._machine.lose(communicator.members[loss.rank]))
 
     def _close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._port.close()
 
-    def _rest(self, accused: Sequence[int], first_free: int, work: Work) -> None:
+    def _rest(self, first_free: int, work: Work) -> None:
         self._work, self._interrupt = work, None
         if self._stop is not None:
             self._finish(self._stop.error)
             return
         self._start_timer()
-        for rank in accused:
-            self._do(self._machine.lose(rank))
         self._do(self._machine.rest(first_free=first_free))
 
     def _enter(self, communicator: Communicator, over: Sequence[range]) -> None:
-        self._communicator = communicator
+        self._watch(communicator)
         self._port.drop_streams(over)
         if self._interrupt is not None:
             self._end_calls(self._interrupt)
