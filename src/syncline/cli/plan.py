@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from enum import StrEnum
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from syncline.cli.comparison import Comparison, PlannerResult, compare_planners
 from syncline.cli.replica_plan import ReplicaPlan, parse_replicate, plan_replicas, show_replicas
 from syncline.cli.step_plan import StepPlan, parse_portions, plan_step, show_step
 from syncline.errors import ConfigurationError
+from syncline.observe import tell_if_long
 from syncline.report import format_rates, network_links
 from syncline.schedule import Collective
 from syncline.topology import DirectedLink, Direction, Link, Topology
@@ -25,7 +27,6 @@ from syncline.units import format_duration, format_size, parse_size
 
 MIB = 1 << 20
 MAX_WIDTH = 100
-MANY_RANKS = 1000
 MAX_ROWS = 48
 """Of the tree and of the table of links; --json has everything."""
 
@@ -90,21 +91,24 @@ def plan(
     Times are predictions for an idle network; the bound is what no schedule of any kind can be faster than.
     """
     network = Topology.load(topology)
-    if network.num_ranks > MANY_RANKS:
-        Console(stderr=True).print(f"planning for {network.num_ranks} ranks, which takes some seconds ...")
     if model is not None:
         _plan_model(network, model, as_json=as_json)
         return
     if collective is CollectiveName.SHARDED_STEP:
         _plan_step(network, parse_size(size), portions, spares, replicate, as_json=as_json)
         return
-    comparison = compare_planners(
-        network, Collective[collective.name], parse_size(size), target=target.value, root=root
-    )
+    with _planning(network):
+        comparison = compare_planners(
+            network, Collective[collective.name], parse_size(size), target=target.value, root=root
+        )
     if as_json:
         print(json.dumps(comparison.to_json(), indent=2))
     else:
         show(comparison, Console(highlight=False))
+
+
+def _planning(topology: Topology) -> AbstractContextManager[None]:
+    return tell_if_long(f"planning for {topology.num_ranks} ranks")
 
 
 def _plan_step(
@@ -112,11 +116,12 @@ def _plan_step(
 ) -> None:
     if replicate is not None and spares:
         raise ConfigurationError("replicas are each other's spares; leave out --spares, or --replicate")
-    found: StepPlan | ReplicaPlan = (
-        plan_step(topology, num_bytes, parse_portions(portions), spares=spares)
-        if replicate is None
-        else plan_replicas(topology, num_bytes, parse_replicate(replicate), parse_portions(portions))
-    )
+    with _planning(topology):
+        found: StepPlan | ReplicaPlan = (
+            plan_step(topology, num_bytes, parse_portions(portions), spares=spares)
+            if replicate is None
+            else plan_replicas(topology, num_bytes, parse_replicate(replicate), parse_portions(portions))
+        )
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
         return
@@ -133,8 +138,9 @@ def _plan_model(topology: Topology, model: str, *, as_json: bool) -> None:
     from syncline.cli.class_plan import plan_classes, show_classes
     from syncline.pytorch.model_profile import measure_model
 
-    profile = measure_model(model)
-    found = plan_classes(topology, profile.names, profile.num_bytes, profile.forward_s)
+    with _planning(topology):
+        profile = measure_model(model)
+        found = plan_classes(topology, profile.names, profile.num_bytes, profile.forward_s)
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
     else:

@@ -17,7 +17,7 @@ from syncline.errors import ConfigurationError, RendezvousError, SynclineError, 
 from syncline.fabric import FabricOptions, Rendezvous, Store, connect_tcp
 from syncline.fabric.sockets import resolve_address
 from syncline.last_words import leave_at_exit
-from syncline.observe import Trace
+from syncline.observe import Trace, tell_if_long
 from syncline.pytorch.environment import FLAT, MEASURE, Environment
 from syncline.pytorch.reporting import trace_folder
 from syncline.pytorch.user_secret import user_secret
@@ -111,7 +111,8 @@ def _discover(environment: Environment, flat: Topology, store: Store, *, timeout
     """Return what the ranks, all at one switch for now, find by measuring."""
     options = replace(environment.fabric, job_id=f"{environment.fabric.job_id}/discovery")
     brief = replace(environment, fabric=options)
-    with _open(brief, flat, store, trace=None, timeout_s=timeout_s) as communicator:
+    told = tell_if_long(f"measuring the network of {len(flat.hosts)} hosts", is_told=environment.rank == 0)
+    with told, _open(brief, flat, store, trace=None, timeout_s=timeout_s) as communicator:
         folder = discovery.discovery_folder(process_variables())
         found = discovery.discover_network(communicator, folder=folder, recalls=environment.topology != MEASURE)
     if environment.rank == 0:

@@ -15,6 +15,7 @@ from torch import nn
 
 from syncline.errors import UpdateError
 from syncline.members import Elastic
+from syncline.observe import tell_if_long
 from syncline.priorities.terms import Priorities
 from syncline.priorities.tuner import ClassTuner
 from syncline.pytorch.buffers import BufferBroadcast
@@ -215,7 +216,8 @@ def _plan_schedules(
             num_owners=1 + options.spares,
             tells=fleet.rank == 0,
         )
-    return plan_bucket_schedules(fleet.communicator, plans, options, first_stream=first_stream, most=most)
+    with tell_if_long(f"planning how the model moves between {fleet.world_size} ranks", is_told=fleet.rank == 0):
+        return plan_bucket_schedules(fleet.communicator, plans, options, first_stream=first_stream, most=most)
 
 
 def _open_control_streams(fleet: Fleet, number: int, going_on: ElasticTraining | None) -> list[ControlStream]:

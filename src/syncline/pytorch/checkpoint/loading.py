@@ -22,6 +22,7 @@ from torch import nn
 
 from syncline.arguments import checked
 from syncline.errors import CheckpointError
+from syncline.observe import tell_if_long
 from syncline.pytorch.checkpoint import folder as place
 from syncline.pytorch.checkpoint.group import CheckpointGroup, Together, again_if_members_change, checkpoint_group_of
 from syncline.pytorch.checkpoint.state import (
@@ -74,9 +75,10 @@ def load_checkpoint(
     group = checkpoint_group_of(model, optimizer)
     group.synchronize()
     together = Together(group.exchange, target, "load_checkpoint()")
-    together.run("cannot read the checkpoint", lambda: _check(place.find(target), group))
-    action = partial(_load, place.find(target), model, group, parts, strict=strict)
-    return together.run("cannot load the checkpoint", action).extra
+    with tell_if_long(f"loading {target}", is_told=group.rank == 0):
+        together.run("cannot read the checkpoint", lambda: _check(place.find(target), group))
+        action = partial(_load, place.find(target), model, group, parts, strict=strict)
+        return together.run("cannot load the checkpoint", action).extra
 
 
 @checked
@@ -181,7 +183,8 @@ def resume_together(
         if problems and (group.fleet is None or group.fleet.rank == 0):
             _log.warning("training goes on from %s, since newer ones are damaged: %s", folder, "; ".join(problems))
         action = partial(_load, folder, model, group, parts, strict=strict)
-        loaded = together.run("cannot load the checkpoint", action)
+        with tell_if_long(f"loading {folder}", is_told=group.rank == 0):
+            loaded = together.run("cannot load the checkpoint", action)
         extra = {} if loaded.extra is None else loaded.extra
         return Resumption(iteration=loaded.iteration, extra=extra, path=folder)
     raise CheckpointError(f"No checkpoint at {target} is whole: {'; '.join(problems)}")

@@ -14,6 +14,7 @@ from torch import nn
 
 from syncline.arguments import Count, Whole, checked
 from syncline.errors import CheckpointError
+from syncline.observe import tell_if_long
 from syncline.pytorch.checkpoint import folder as place
 from syncline.pytorch.checkpoint.background import CheckpointWork, writer_of
 from syncline.pytorch.checkpoint.group import CheckpointGroup, Together, again_if_members_change, checkpoint_group_of
@@ -156,7 +157,8 @@ def _save_once(
     if group.rank != next((rank for rank, (has_parts, _) in enumerate(answers) if has_parts), 0):
         snapshot.told["parts"] = {}
     if wait:
-        _write(snapshot, group.rank, exchange)
+        with tell_if_long(f"saving {snapshot.target}", is_told=group.rank == 0):
+            _write(snapshot, group.rank, exchange)
         group.check_members()
         return None
     writer.register(group.fleet)

@@ -1,0 +1,42 @@
+"""Lines on standard error about what takes long, so that nobody takes it for a hang."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+FIRST_S, EVERY_S = 2.0, 10.0
+
+
+@contextmanager
+def tell_if_long(what: str, *, is_told: bool = True) -> Iterator[None]:
+    """Say what is under way when it has taken two seconds, and every ten from then on; nothing unless ``is_told``.
+
+    A thread does, which has ended when this is left.
+
+    >>> with tell_if_long("reading the topology"):
+    ...     pass
+    """
+    if not is_told:
+        yield
+        return
+    is_over, start_s = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        pause_s = FIRST_S
+        while not is_over.wait(pause_s):
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                print(f"syncline: {what} ({time.monotonic() - start_s:.0f} s)", file=sys.stderr, flush=True)
+            pause_s = EVERY_S
+
+    thread = threading.Thread(target=tell, name="syncline-long-work", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
