@@ -36,7 +36,7 @@ ANSWER_S = 4.0
 """How long rank 0 waits for answers once all ranks have recorded."""
 MOST_SECONDS = 60.0
 MOST_EVENTS = 2500
-"""Of a rank's answer, the last ones: that many take some 15 ms to encode."""
+"""Of a rank's answer, the last ones: that many take some 19 ms to encode."""
 _PART_BYTES = MAX_CONTROL_BYTES - 32
 _MOST_PARTS = 64
 
