@@ -23,7 +23,7 @@ def rank(number: int, **changes: Any) -> dict[str, Any]:
 VIEW = {
     "seconds": 8.0,
     "ranks": [rank(0), rank(1, waited=0.1, steps=9, loss=0.5, is_waiting=False, silent_s=12.0)],
-    "links": [{"link": "a up", "rate": 125e6, "use": 0.9}],
+    "links": [{"link": "a up", "rate": 125e6, "use": 0.9, "lost": 0.03}],
     "said": ["rank 1 holds the others up"],
 }
 
@@ -36,7 +36,7 @@ def test_a_job_is_one_line_or_a_table() -> None:
         "rank       step  steps/s  waits  no proc  where",
         "rank 0        7      2.5    50%      10%  waits in backward",
         "rank 1        9      2.5    10%      10%  silent for 12 s, was: backward",
-        "link of a up             [##################  ]   90% of 1 Gbit/s",
+        "link of a up             [##################  ]   90% of 1 Gbit/s, 3% lost",
         "rank 1 holds the others up",
     ]
     many = {**VIEW, "ranks": [rank(number, waited=1 - number / 100) for number in range(64)]}

@@ -15,6 +15,8 @@ from syncline.units import format_rate
 ON = "on"
 LINE_EVERY = 5
 """Views between two lines in a log: one each ten seconds."""
+LEAST_SHOWN = 0.005
+"""Of what is sent on a link, lost on its way."""
 _lines_left: list[int] = [0]
 
 
@@ -79,5 +81,7 @@ def render(view: Mapping[str, Any], *, height: int = 24) -> list[str]:
         lines.append(f"... and {len(ranks) - len(shown)} that wait more")
     for link in links:
         bar = "#" * round(20 * min(1.0, link["use"]))
-        lines.append(f"link of {link['link']:<16} [{bar:<20}] {link['use']:>5.0%} of {format_rate(link['rate'])}")
+        lost = f", {link['lost']:.0%} lost" if link["lost"] >= LEAST_SHOWN else ""
+        used = f"{link['use']:>5.0%} of {format_rate(link['rate'])}"
+        lines.append(f"link of {link['link']:<16} [{bar:<20}] {used}{lost}")
     return [*lines, *view["said"]]
