@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 from urllib.error import HTTPError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -70,6 +70,10 @@ def test_it_is_served_and_a_browser_elsewhere_is_told_how_to_come(monkeypatch: p
         try:
             with urlopen(f"http://127.0.0.1:{port}/") as answer:
                 assert answer.read().decode() == PAGE
+            named = Request(f"http://127.0.0.1:{port}/", headers={"Host": f"evil.example:{port}"})
+            with pytest.raises(HTTPError, match="403") as refused:
+                urlopen(named)
+            refused.value.close()
             monkeypatch.setattr(serving, "is_near", lambda _: False)
             with pytest.raises(HTTPError) as refused:
                 urlopen(f"http://127.0.0.1:{port}/")

@@ -191,7 +191,7 @@ def test_the_port_has_a_view_and_dumps_and_asks_for_the_secret_from_elsewhere(
         assert first().dumps == [0]
         monkeypatch.setattr(serving, "is_near", lambda _: False)
         for secret in (None, tmp_path / "other"):
-            with pytest.raises(ConfigurationError, match="needs the job's secret"):
+            with pytest.raises(ConfigurationError, match="this needs the job's secret"):
                 ask(str(port), "/view", secret)
         assert ask(str(port), "/view", tmp_path / "secret") == VIEW
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:

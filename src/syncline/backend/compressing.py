@@ -14,11 +14,12 @@ from syncline.updates.compression import Compress
 def compress_group(compress: Compress = "int8", group: dist.ProcessGroup | None = None) -> None:
     """Let large sums of float32 of a process group of Syncline's cross slow links in codes from now on.
 
-    That is gradients: ``all_reduce`` (DDP's), and ``reduce_scatter`` of equal parts (FSDP2's), of at least 16,384
-    elements, with SUM or AVG; all else moves as it is. ``compress`` is as in :class:`AllReduce`; ``"off"`` ends it.
-    ``group`` is the default group if it is None. What codes lack is added to the same call of the next step, as long as
-    this process lives: checkpoints of DDP and FSDP2 have no place for it. On a GPU, gradients are copied to the host's
-    memory at once, and are not sent in pieces.
+    That is gradients: ``all_reduce`` of one tensor (DDP's), and ``reduce_scatter_tensor`` (FSDP2's), of at least
+    16,384 elements, with SUM or AVG; all else moves as it is. ``compress`` is as in :class:`AllReduce`; ``"off"``
+    ends it. ``group`` is the default group if it is None; its timeout holds, and not that of a single call. What
+    codes lack is added to the same call of the next step, as long as this process lives: checkpoints of DDP and
+    FSDP2 have no place for it. On a GPU, gradients are copied to the host's memory at once, and are not sent in
+    pieces.
 
     Every rank of the group calls it alike, between two steps. Raises :class:`ConfigurationError` for a group of another
     backend, for a topology with gateways, and on all ranks where they wish for different codes.

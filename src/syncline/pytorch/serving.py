@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlsplit
 
 LIVE_PAGE = Path(__file__).with_name("live_page.html")
 """Asks for ``/view`` every two seconds, and for nothing else."""
 CODE = "Syncline-Code"
 NEEDS_SECRET = (
-    b"from another machine this needs the job's secret, which syncline top, explain and dump prove; a browser goes by "
-    b"ssh -L PORT:127.0.0.1:PORT HOST\n"
+    b"from another machine, or by a name, this needs the job's secret, which syncline top, explain and dump prove; a "
+    b"browser goes by ssh -L PORT:127.0.0.1:PORT HOST to 127.0.0.1\n"
 )
 VALID_S = 60.0
 """Clocks may differ by so much, and a code that was overheard is good for no longer."""
@@ -69,7 +69,8 @@ def serve(
             path, _, query = self.path.partition("?")
             if path not in pages:
                 return 404, "text/plain", f"there is {', '.join(pages)}\n".encode()
-            if path != is_open and not is_near(self.client_address[0]):
+            is_here = is_near(self.client_address[0]) and is_address(self.headers.get("Host", ""))
+            if path != is_open and not is_here:
                 code = self.headers.get(CODE, "")
                 if secret is None or not is_valid(code, secret, path):
                     return 403, "text/plain", NEEDS_SECRET
@@ -89,6 +90,19 @@ def serve(
         thread.join()
 
     return end
+
+
+def is_address(host: str) -> bool:
+    """Whether a ``Host`` header has no other name than localhost: by one of its own a page elsewhere could ask here.
+
+    >>> is_address("127.0.0.1:9470"), is_address("[::1]:9470"), is_address("localhost"), is_address("evil.example:9470")
+    (True, True, True, False)
+    """
+    name = urlsplit(f"//{host}").hostname or ""
+    try:
+        return name == "localhost" or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
 
 
 def is_near(address: str) -> bool:

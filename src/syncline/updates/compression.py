@@ -272,11 +272,13 @@ class SiteCrossing:
         """
         if values.dtype != torch.float32:
             return None
+        parts = self._parts[index]
+        if errors is not None:
+            parts = [replace(part, error=error) for part, error in zip(parts, errors, strict=True)]
         work = self._job.begin_work(f"coded {collective.value} of {self._names[index]}")
         steps = chain(
-            () if errors is None else self._take_errors(index, errors),
-            () if collective is Collective.ALL_GATHER else self._scatter(index, step, values),
-            () if collective is Collective.REDUCE_SCATTER else self._gather(index, step, values, collective),
+            () if collective is Collective.ALL_GATHER else self._scatter(index, step, values, parts),
+            () if collective is Collective.REDUCE_SCATTER else self._gather(index, step, values, parts, collective),
         )
         self._thread.submit(index, after, partial(self._go_on, index, steps, work, None))
         return work
@@ -284,12 +286,6 @@ class SiteCrossing:
     def new_errors(self, index: int) -> list[torch.Tensor]:
         """Return what codes of a bucket lack before the first one: nothing."""
         return [torch.zeros_like(part.error) for part in self._parts[index]]
-
-    def _take_errors(self, index: int, errors: Sequence[torch.Tensor]) -> Iterator[Work]:
-        pairs = zip(self._parts[index], errors, strict=True)
-        self._parts[index] = [replace(part, error=error) for part, error in pairs]
-        return
-        yield  # nothing is waited for
 
     def keep(self, bucket: Bucket) -> None:
         """Keep the owned parameters of a bucket as all ranks have them, before they are stepped."""
@@ -350,11 +346,11 @@ class SiteCrossing:
         else:
             self._thread.submit(urgency, (waits_for,), partial(self._go_on, urgency, steps, whole, waits_for))
 
-    def _scatter(self, index: int, step: int | None, values: torch.Tensor) -> _Crossing:
+    def _scatter(self, index: int, step: int | None, values: torch.Tensor, parts: Sequence[_Part]) -> _Crossing:
         if self._inside is not None:
             yield self._inside.start(self._plans[index], Collective.REDUCE_SCATTER, step, values=values)
         sent, received = [], []
-        for part in self._parts[index]:
+        for part in parts:
             cell = part.cell
             if cell.owner != self._rank:
                 self._codec.encode(values[cell.start : cell.stop], part.error, part.codes)
@@ -367,10 +363,12 @@ class SiteCrossing:
         for _, part, codes in received:
             self._codec.add(codes, values[part.cell.start : part.cell.stop])
 
-    def _gather(self, index: int, step: int | None, values: torch.Tensor, collective: Collective) -> _Crossing:
+    def _gather(
+        self, index: int, step: int | None, values: torch.Tensor, parts: Sequence[_Part], collective: Collective
+    ) -> _Crossing:
         sent, received = [], []
         befores = iter(self._befores.pop(index, ()))
-        for part in self._parts[index]:
+        for part in parts:
             cell = part.cell
             own = values[cell.start : cell.stop]
             is_sum = collective is Collective.ALL_REDUCE
