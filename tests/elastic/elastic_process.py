@@ -94,7 +94,7 @@ def watch(deaths: Deaths, model: nn.Sequential, optimizer: Any) -> None:
     deaths.before(optimizer.inner, "step", "step")
     deaths.before(ElasticShardedUpdater, "_apply", "apply")
     deaths.before(ElasticShardedUpdater, "_take_gathered", "gather")
-    deaths.before(ElasticShardedUpdater, "_gather_anew", "moving")
+    deaths.before(ElasticShardedUpdater, "_redistribute", "moving")
     deaths.before(optimizer.training._buffers, "end_step", "buffers")
 
 
