@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -55,8 +54,8 @@ def run_fleets(
     return run_threads(len(fleets), on_rank, catch=accept)
 
 
-def run_over_tcp(topology: Topology, body: Callable[[Fleet], Any]) -> list[Any]:
-    """Run ``body`` on every rank, each a thread with sockets of its own."""
+def run_over_tcp(topology: Topology, body: Callable[[Fleet], Any], *, accept: Caught = ()) -> list[Any]:
+    """Run ``body`` on every rank, each a thread with sockets of its own; return as :func:`run_fleets` does."""
     store, world_size = DictStore(), topology.num_ranks
 
     def main(rank: int) -> Any:
@@ -67,5 +66,4 @@ def run_over_tcp(topology: Topology, body: Callable[[Fleet], Any]) -> list[Any]:
         with Fleet(communicator) as fleet:
             return body(fleet)
 
-    with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(main, range(world_size)))
+    return run_threads(world_size, main, catch=accept)

@@ -10,7 +10,7 @@ from syncline.topology import Topology
 from syncline.updates.messaging.records import encode_record
 from syncline.updates.overlapped.arithmetic import Feed, add_mean, average, correction
 from syncline.updates.overlapped.events import End, Hello, Push, Reply, ReplyAverage, Use
-from syncline.updates.overlapped.messages import Answer, BucketLayout, Lost, Note, Question, decode_note
+from syncline.updates.overlapped.messages import Answer, BucketLayout, LeftBehind, Note, Question, decode_note
 from syncline.updates.overlapped.placement import capacity_bytes_per_s, place_shards, server_ranks
 
 SLOW_RANK = """
@@ -93,9 +93,9 @@ def test_messages_from_servers_go_round(accepted: tuple, dropped: tuple) -> None
     assert message.values.dtype == torch.float32
 
 
-@pytest.mark.parametrize("note", [Lost(rank=3, is_left_behind=True), Question(), Answer(ranks=(0, 4))])
+@pytest.mark.parametrize("note", [LeftBehind(rank=3), Question(), Answer(ranks=(0, 4))])
 def test_notes_go_round(note: Note) -> None:
-    assert decode_note(encode_record(note)) == (note, ())
+    assert decode_note(encode_record(note)) == note
 
 
 def test_means_are_weighted_and_in_a_fixed_order() -> None:

@@ -94,7 +94,7 @@ class MessageStream:
 class Mailbox(Generic[T]):
     """Texts with payloads. A payload lands in memory of its own, so a message that is refused spoils nothing.
 
-    The text goes in a head of ``head_bytes``, and what has no room there behind it; then come the payloads. ``decode``
+    The text goes in a head of fixed size, and what has no room there behind it; then come the payloads. ``decode``
     makes a message of the text, and says where its payloads are to land (those of no bytes are not sent); it raises
     ValueError for what is no message, and then ``on_lost`` is told, and nothing more is received from that peer.
     """
@@ -111,20 +111,18 @@ class Mailbox(Generic[T]):
         on_message: Callable[[int, T], None],
         on_lost: LossHandler,
         first_kind: int = 0,
-        head_bytes: int = HEAD_BYTES,
     ) -> None:
         """``on_message`` is told of a message by sender, once it is whole; :meth:`listen` again for the next one."""
         self._texts, self._payloads = texts, payloads
         self._decode, self._on_message, self._on_lost = decode, on_message, on_lost
         self._first_kind = first_kind
-        self._head_bytes = head_bytes
         self.sent_bytes: Counter[int] = Counter()
 
     def send(self, peer: int, text: bytes, payloads: Sequence[memoryview] = (), on_sent: Done | None = None) -> int:
         """Send a message, and return its bytes; payloads stay unchanged until ``on_sent``."""
         assert len(text) <= MAX_TEXT_BYTES, "a text describes what follows, and is short"
-        room = self._head_bytes - _LENGTH.size
-        head = bytearray(self._head_bytes)
+        room = HEAD_BYTES - _LENGTH.size
+        head = bytearray(HEAD_BYTES)
         _LENGTH.pack_into(head, 0, len(text))
         head[_LENGTH.size : _LENGTH.size + min(len(text), room)] = text[:room]
         filled = [(kind, memory) for kind, memory in enumerate(payloads, self.PAYLOAD) if memory.nbytes]
@@ -145,7 +143,7 @@ class Mailbox(Generic[T]):
 
     def listen(self, peer: int) -> None:
         """Receive the peer's next message."""
-        head = memoryview(bytearray(self._head_bytes))
+        head = memoryview(bytearray(HEAD_BYTES))
         self._texts.receive(peer, self._first_kind + self.HEAD, head, partial(self._on_head, peer, head))
 
     def _on_head(self, peer: int, head: memoryview) -> None:

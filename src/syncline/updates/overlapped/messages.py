@@ -4,8 +4,8 @@
     Reply, ReplyAverage    server to worker: the bucket in the type in which gradients are summed
 
 They are what one state machine says and the other is told (:mod:`.events`). Messages of one direction have one size,
-whatever they say, so that a receive can be posted before it is known what will come. Beside them ranks send each other
-notes: small records, as text.
+whatever they say, so that a receive can be posted before it is known what will come. Beside them ranks tell each other
+notes: small records, ahead of all buckets.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ _TOLD = {kind.__name__: kind for kind in (Push, End, Hello, Reply, ReplyAverage)
 HEAD_BYTES, RANK_BYTES = 256, 12
 """Room for the text of a record, and for each rank of whose pushes it says how many were dropped."""
 
-UP, DOWN, NOTES = range(3)
-"""Kinds of messages on a bucket's stream: to its server, from it, and on that of the first bucket what ranks tell each
-other beside."""
+UP, DOWN = range(2)
+"""Kinds of messages on a bucket's stream: to its server, and from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +92,10 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
-    """To everyone: ``rank`` is lost, or it lives and is left behind; ``is_told`` if the sender believes another."""
+class LeftBehind:
+    """To everyone: ``rank`` lives and is left behind. Of those that are lost the fabric tells everyone."""
 
     rank: int
-    is_left_behind: bool
-    is_told: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +130,11 @@ class Nonfinite:
     position: int
 
 
-Note = Lost | Stopped | Question | Answer | Nonfinite
-_NOTES = {kind.__name__: kind for kind in (Lost, Stopped, Question, Answer, Nonfinite)}
+Note = LeftBehind | Stopped | Question | Answer | Nonfinite
+_NOTES = {kind.__name__: kind for kind in (LeftBehind, Stopped, Question, Answer, Nonfinite)}
 
 
-def decode_note(text: bytes) -> tuple[Note, tuple[memoryview, ...]]:
-    """Return the note that a text is, and no payloads; raises ValueError if it is none."""
-    note, _ = decode_record(text, _NOTES, "the overlapped update")
-    return note, ()
+def decode_note(text: bytes) -> Note:
+    """Return the note that a text is; raises ValueError if it is none."""
+    note: Note = decode_record(text, _NOTES, "the overlapped update")[0]
+    return note

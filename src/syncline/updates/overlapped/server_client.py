@@ -14,23 +14,21 @@ from functools import partial
 import torch
 
 from syncline.errors import DeadlineError, FabricClosedError, PeerLostError, UpdateError, accusing
-from syncline.fabric import GivenUpError, PeerLeftError, Progress
-from syncline.members import Membership, News, describe_ranks, is_believed
+from syncline.fabric import PeerLeftError, Progress
+from syncline.members import Membership, describe_ranks
 from syncline.observe import Trace
 from syncline.runtime.failures import LOOK
 from syncline.runtime.port import Port
 from syncline.updates.messaging.driver import LOOK_S, STALL_GRACE_S, Driver
-from syncline.updates.messaging.mailbox import Mailbox, MessageStream
 from syncline.updates.messaging.records import encode_record
 from syncline.updates.overlapped.arithmetic import Feed
 from syncline.updates.overlapped.events import Waiting
 from syncline.updates.overlapped.hosted import HostedShard
 from syncline.updates.overlapped.link import WorkerLink
 from syncline.updates.overlapped.messages import (
-    NOTES,
     Answer,
     BucketLayout,
-    Lost,
+    LeftBehind,
     Nonfinite,
     Note,
     Question,
@@ -44,8 +42,8 @@ from syncline.updates.overlapped.tree_end import TreeEnd, TreeMean
 from syncline.updates.overlapped.worker import PeriodClock
 from syncline.updates.rule import NonfiniteOrigin
 
-NOTE_URGENCY = -1
-NOTE_BYTES = 128
+BUCKETS_OF_NOTE = 512
+"""A note is a control message, which is short; of more buckets there are several."""
 DRAIN_S = 5.0
 """How long the last averages may take to leave when this rank closes."""
 
@@ -79,9 +77,7 @@ class ServerClient(Driver):
         self._shortage: Exception | None = None
         """Too few workers are left to begin anything; those who left had ended the period, so its averages come."""
         self._buckets = buckets
-        self._notes = self._open_notes(buckets[0].stream)
         self._answers: dict[int, tuple[int, ...]] = {}
-        self._news = News()
         """Whom each server waits for, as it last said."""
         self.nonfinite: NonfiniteOrigin | None = None
         """Where NaN or infinity was told to have begun first."""
@@ -105,24 +101,12 @@ class ServerClient(Driver):
         """Begin to serve and to listen; returns when both are so."""
         self._port.call(self._start, self._timeout_s)
 
-    def _open_notes(self, stream: int) -> Mailbox[Note]:
-        notes = MessageStream(self._port, stream, urgency=NOTE_URGENCY)
-        return Mailbox(
-            notes,
-            notes,
-            decode=decode_note,
-            on_message=self._on_note,
-            on_lost=self._lose,
-            first_kind=NOTES,
-            head_bytes=NOTE_BYTES,
-        )
-
     def _start(self) -> None:
         self._port.stand_back()
         for bucket, server in zip(self._buckets, self._succession.servers, strict=True):
             if server == self._port.rank:
                 self._host(bucket, epoch=0)
-        self._notes.listen_to_all()
+        self._port.watch_controls(self._buckets[0].stream, self._on_control)
         for link in self.links:
             link.listen()
         self._watch()
@@ -149,7 +133,7 @@ class ServerClient(Driver):
 
     def tell_nonfinite(self, step: int, position: int) -> None:
         """Tell all others that the own gradient of ``step`` is not finite, before it is pushed."""
-        self._port.call_soon(self._tell_nonfinite, Nonfinite(step=step, position=position))
+        self._port.call_soon(self._tell_others, Nonfinite(step=step, position=position))
 
     def end_period(self, parameters: Sequence[torch.Tensor]) -> None:
         """Replace the parameters of each bucket by their average over the workers."""
@@ -247,8 +231,9 @@ class ServerClient(Driver):
         for link in self.links:
             last_rounds.setdefault(link.server, []).append((link.bucket.index, link.stop()))
         for server, rounds in last_rounds.items():
-            note = Stopped(period=self.counts.num_periods, last_rounds=tuple(rounds))
-            self._port.call_soon(self._tell, server, note)
+            for start in range(0, len(rounds), BUCKETS_OF_NOTE):
+                some = tuple(rounds[start : start + BUCKETS_OF_NOTE])
+                self._port.call_soon(self._tell, server, Stopped(period=self.counts.num_periods, last_rounds=some))
 
     def _use(self, gradients: Sequence[torch.Tensor]) -> int:
         return max(link.use(gradient) for link, gradient in zip(self.links, gradients, strict=True))
@@ -311,28 +296,32 @@ class ServerClient(Driver):
         self.hosted[bucket.index] = shard
 
     def _tell(self, peer: int, note: Note) -> None:
-        self._notes.send(peer, encode_record(note))
+        if peer == self._port.rank:
+            self._port.call_soon(self._on_note, peer, note)
+        else:
+            self._port.tell(peer, encode_record(note))
 
-    def _tell_nonfinite(self, note: Nonfinite) -> None:
-        for peer in range(self.layout.world_size):
-            if peer != self._port.rank and peer not in self.lost:
-                self._tell(peer, note)
-
-    def _tell_loss(self, rank: int, *, is_left_behind: bool, is_told: bool = False) -> None:
-        """Tell all others, also the one that is lost: it may live."""
+    def _tell_others(self, note: Note) -> None:
         for peer in range(self.layout.world_size):
             if peer != self._port.rank:
-                self._tell(peer, Lost(rank=rank, is_left_behind=is_left_behind, is_told=is_told))
+                self._tell(peer, note)
 
     def ask(self) -> None:
         """Ask the servers whom they wait for."""
         for server in sorted({link.server for link in self.links}):
             self._tell(server, Question())
 
+    def _on_control(self, peer: int, payload: bytes) -> None:
+        try:
+            note = decode_note(payload)
+        except ValueError as error:
+            self._lose(peer, UpdateError(f"{self._port.describe_peer(peer)} sent what is none: {error}"))
+        else:
+            self._on_note(peer, note)
+
     def _on_note(self, peer: int, note: Note) -> None:
-        self._notes.listen(peer)
-        if isinstance(note, Lost):
-            self._on_told_loss(peer, note)
+        if isinstance(note, LeftBehind):
+            self._on_left_behind(peer, note)
         elif isinstance(note, Nonfinite):
             origin = NonfiniteOrigin(step=note.step, rank=peer, position=note.position)
             self.nonfinite = min(self.nonfinite or origin, origin)
@@ -350,41 +339,29 @@ class ServerClient(Driver):
                 if bucket in self.hosted:
                     self.hosted[bucket].stop(peer, period=note.period, last_round=last_round)
 
-    def _on_told_loss(self, reporter: int, note: Lost) -> None:
-        """Hear of a loss: of this rank perhaps, or of one that it has not lost; who was left behind accuses nobody."""
-        lost, who = note.rank, self._port.describe_peer
-        if lost in self.lost or reporter in self.lost or self._failure is not None:
+    def _on_left_behind(self, teller: int, note: LeftBehind) -> None:
+        """Hear of a rank that hangs, this one perhaps; what one that was left behind itself tells is nothing."""
+        hangs, who = note.rank, self._port.describe_peer
+        if hangs in self.lost or teller in self.lost or self._failure is not None:
             return
-        is_settled = note.is_left_behind or note.is_told
-        if lost == self._port.rank and (is_settled or is_believed(reporter, lost)):
-            what = "takes this rank for hung" if note.is_left_behind else "has lost its connection to this rank"
-            text = f"{who(lost)} was left behind: {who(reporter)} {what}; the others go on without it"
-            self.fail(accusing(UpdateError(f"{text}; start it again from a checkpoint"), lost))
-        elif lost == self._port.rank:
-            self._on_lost(reporter, UpdateError(f"{who(reporter)} has lost its connection to this rank"))
-        elif is_settled or self._news.hear(reporter, lost, known=self.lost):
-            self._believe(reporter, lost)
-
-    def _believe(self, reporter: int, lost: int) -> None:
-        who = self._port.describe_peer
-        self._on_lost(lost, UpdateError(f"{who(lost)} is lost, as {who(reporter)} reports"), is_told=True)
+        if hangs == self._port.rank:
+            text = f"{who(hangs)} was left behind: {who(teller)} takes this rank for hung; the others go on without it"
+            self.fail(accusing(UpdateError(f"{text}; start it again from a checkpoint"), hangs))
+        else:
+            self._leave(hangs, f"{who(hangs)} hangs, as {who(teller)} reports")
 
     def _awaited_peers(self) -> tuple[int, ...]:
         return self.layout.workers
 
     def _leave(self, peer: int, text: str) -> None:
-        self._tell_loss(peer, is_left_behind=True)
-        super()._leave(peer, text)
+        self._tell_others(LeftBehind(rank=peer))
+        self._lose(peer, UpdateError(text))
 
-    def _on_lost(self, peer: int, error: Exception, *, is_told: bool = False) -> None:
+    def _on_lost(self, peer: int, error: Exception) -> None:
         if peer in self.lost:
             return
         has_left = isinstance(error, PeerLeftError)
         self.membership.lose(peer, error, has_left=has_left)
-        if not has_left and not isinstance(error, GivenUpError):
-            self._tell_loss(peer, is_left_behind=False, is_told=is_told)
-        for reporter, lost in self._news.find(known=self.lost):
-            self._believe(reporter, lost)
         for shard in self.hosted.values():
             shard.lose(peer)
         shortage = self.membership.shortage(self.layout.survival, what="workers", describe=self._port.describe_peer)
