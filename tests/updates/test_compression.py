@@ -13,7 +13,7 @@ from syncline.pytorch.distribute import distribute
 from syncline.schedule.replicas import find_replicas
 from syncline.topology import Topology
 from syncline.updates import AllReduce, LocalSteps, Sharded
-from syncline.updates.compression import cells_of
+from syncline.updates.compression import cells_of, choose_sites, crossing_bytes
 from thread_fleets import run_fleets
 
 TOPOLOGIES = {
@@ -127,6 +127,34 @@ def test_auto_codes_between_slow_sites_alone() -> None:
     assert crossing_of("auto", Topology.parse(fast.replace("1 Gbit/s", "10 Gbit/s"))) == [None] * 5
     assert crossing_of("auto", Topology.flat(3)) == [None] * 3
     assert crossing_of("off", TWO_AND_THREE) == [None] * 5
+
+
+def test_auto_looks_at_who_owns_what() -> None:
+    """Codes go straight to the owner; where one of many hosts owns nearly all, its link carries those of all others."""
+    slow = Topology.flat(8, rate=2.5e6)
+    hosts = [host.name for host in slow.hosts]
+
+    def body(fleet, portions):
+        model = Weights()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        rule = Sharded(compress="auto", portions=portions)
+        _, optimizer = distribute(model, optimizer, rule, fleet=fleet)
+        return optimizer.training.updater.collectives.crossing is not None
+
+    assert run_fleets(slow, lambda fleet: body(fleet, dict.fromkeys(hosts, 1.0))) == [True] * 8
+    one = dict.fromkeys(hosts, 0.01) | {hosts[0]: 1.0}
+    assert run_fleets(slow, lambda fleet: body(fleet, one)) == [False] * 8
+
+
+def test_codes_on_a_link_follow_the_owners_shares() -> None:
+    slow = Topology.flat(4, rate=2.5e6)
+    sites = find_replicas(slow, 1)
+    even = crossing_bytes(slow, sites, 4 << 20, 8)
+    assert even == crossing_bytes(slow, sites, 4 << 20, 8, [0.25] * 4)
+    assert len(set(even.values())) == 1
+    of_one = crossing_bytes(slow, sites, 4 << 20, 8, [1.0, 0.0, 0.0, 0.0])
+    assert max(of_one.values()) == pytest.approx(2 * max(even.values()))
+    assert choose_sites(slow, 4 << 20, 8, [1.0, 0.0, 0.0, 0.0])[1] > 1.9 * choose_sites(slow, 4 << 20, 8)[1]
 
 
 def test_other_numbers_than_float32_move_as_they_are() -> None:

@@ -4,8 +4,8 @@ A step computes for ``compute_s``, one part forward and two backward. What a rul
 bucket after bucket, at the rate at which all buckets together are predicted to be reduced; what it gathers comes after
 that, or under the next forward pass, which waits for it (:mod:`syncline.priorities.forward_timing`), but not before
 links have carried both. The *exposed* time is what a step takes beyond computing. Times on links are those of
-``syncline plan``, and with codes those by which ``compress="auto"`` decides, where owners are about even, as that
-supposes. Each change is predicted as the job itself is: all rules, the fastest of them.
+``syncline plan``, and with codes those by which ``compress="auto"`` decides. Each change is predicted as the job
+itself is: all rules, the fastest of them.
 
 Left out: processors that are shared or busy, latency that the topology does not give, data, and the optimizer's step.
 """
@@ -31,7 +31,7 @@ from syncline.priorities.terms import Priorities
 from syncline.runtime.plans import Plans, plan_best
 from syncline.schedule import Collective, CostModel, Prediction, lower_bound, with_gateways_chosen
 from syncline.schedule.cost import predicted_slice_bytes
-from syncline.schedule.step_candidates import BALANCED, compare_caps, draft_sharded_steps
+from syncline.schedule.step_candidates import compare_caps, draft_sharded_steps
 from syncline.schedule.step_prediction import StepPrediction, shares_of
 from syncline.topology import DirectedLink, Host, Node, Switch, Topology
 from syncline.units import format_duration, format_rate
@@ -47,7 +47,7 @@ LEAST_GAIN = 0.03
 MOST_SENTENCES, MOST_HOSTS = 3, 16
 _CAPS: Mapping[float | None, str] = {1.25: "1.25", 2.0: "2", None: '"fastest"'}
 _STEP_PER_FORWARD = 1 + BACKWARD_PER_FORWARD
-_SHORTEST_S, _ROUNDING = 1e-9, 1e-3
+_SHORTEST_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,8 @@ class Moves:
     gather_s: float = 0.0
     both_s: float = 0.0
     """What the two take at once, as links that carry both allow."""
-    most_owned: float = 1.0
+    shares: tuple[float, ...] | None = None
+    """What part each rank owns; None where each has all."""
     link: DirectedLink | None
     """The busiest, None where none limits."""
     link_bytes: int
@@ -155,8 +156,7 @@ class Advice:
             return [Moves(name="one rank alone", reduce_s=0.0, link=None, link_bytes=0)]
         comparison = compare_planners(topology, Collective.ALL_REDUCE, total)
         divided = [*_sharded(topology, total), *_replicated(topology, total)]
-        if divided[0].most_owned <= BALANCED / topology.num_ranks + _ROUNDING:
-            divided += self._coded(topology, "Sharded", divided[0].most_owned)
+        divided += self._coded(topology, "Sharded", divided[0].shares)
         overlapped = [
             replace(each, name=f"{each.name[:-1]}, overlap_forward=True)".replace("(, ", "("), is_awaited=False)
             for each in divided
@@ -164,21 +164,21 @@ class Advice:
         one = replace(overlapped[0], name=f"{overlapped[0].name} with priorities=False", has_classes=False)
         rings = [_moved(RING, topology, result.prediction) for result in comparison.results if result.planner == "ring"]
         whole = _moved("AllReduce()", topology, comparison.winner.prediction)
-        return [whole, *self._coded(topology, "AllReduce", 1.0), *divided, *overlapped, one, *rings]
+        return [whole, *self._coded(topology, "AllReduce", None), *divided, *overlapped, one, *rings]
 
     @cached_property
     def _backlog_bytes(self) -> int:
         return Plans(self.topology, plan_best, slice_bytes=None).inflight_bytes
 
-    def _coded(self, topology: Topology, rule: str, most_owned: float) -> Iterator[Moves]:
+    def _coded(self, topology: Topology, rule: str, shares: tuple[float, ...] | None) -> Iterator[Moves]:
         from syncline.updates.compression import choose_sites, crossing_bytes, time_with_codes_s
 
         total = sum(self.num_bytes)
         for bits, coding_s in () if topology.gateways else self.coding_s_per_byte.items():
-            sites, coded_s = choose_sites(topology, total, bits)
+            sites, coded_s = choose_sites(topology, total, bits, shares)
             wire_s = coded_s / CostModel().payload_share
             seconds = time_with_codes_s(wire_s, total, coding_s, len(self.num_bytes))
-            crossing = crossing_bytes(topology, sites, total, bits)
+            crossing = crossing_bytes(topology, sites, total, bits, shares)
             link = max(crossing, key=lambda each: crossing[each] / topology.bytes_per_s(each))
             gather_s = seconds / 2 if rule == "Sharded" else 0.0
             yield Moves(
@@ -186,7 +186,7 @@ class Advice:
                 reduce_s=seconds - gather_s,
                 gather_s=gather_s,
                 both_s=seconds,
-                most_owned=most_owned,
+                shares=shares,
                 link=link,
                 link_bytes=round(crossing[link]),
             )
@@ -197,7 +197,7 @@ class Advice:
             name=moves.name,
             step_s=_STEP_PER_FORWARD * math.fsum(forward_s) + exposed_s,
             exposed_s=exposed_s,
-            state_bytes=round(ADAM_COPIES * moves.most_owned * sum(self.num_bytes)),
+            state_bytes=round(ADAM_COPIES * max(moves.shares or (1.0,)) * sum(self.num_bytes)),
             link=moves.link,
             link_bytes=moves.link_bytes,
         )
@@ -301,22 +301,27 @@ def _sharded(topology: Topology, total: int) -> Iterator[Moves]:
     caps = compare_caps(topology, total, list(_CAPS), slice_bytes)
     named = [("Sharded()", balanced), *((f"Sharded(portions={_CAPS[cap]})", found) for cap, found in caps)]
     for name, ((scatter, _), prediction) in named:
-        halves, most_owned = (prediction.reduce_scatter, prediction.all_gather), max(shares_of(scatter))
-        figures = (halves[0].time_s, halves[1].time_s, most_owned)
+        halves, shares = (prediction.reduce_scatter, prediction.all_gather), shares_of(scatter)
+        figures = (halves[0].time_s, halves[1].time_s, max(shares))
         if figures not in told:
             told.add(figures)
-            yield _moved(name, topology, *halves, most_owned=most_owned)
+            yield _moved(name, topology, *halves, shares=shares)
 
 
 def _replicated(topology: Topology, total: int) -> Iterator[Moves]:
     for result in plan_replicas(topology, total, "auto").results:
         if len(result.replicas) > 1:
             name = f"Sharded(replicate={result.name.removeprefix('level ')})"
-            yield _moved(name, topology, result.within, result.after, most_owned=max(result.shares))
+            yield _moved(name, topology, result.within, result.after, shares=tuple(result.shares))
 
 
 def _moved(
-    name: str, topology: Topology, first: Prediction, second: Prediction | None = None, *, most_owned: float = 1.0
+    name: str,
+    topology: Topology,
+    first: Prediction,
+    second: Prediction | None = None,
+    *,
+    shares: tuple[float, ...] | None = None,
 ) -> Moves:
     """Return what is predicted of a rule, with the link that is busy longest in both parts together."""
     parts = [first] if second is None else [first, second]
@@ -328,7 +333,7 @@ def _moved(
         reduce_s=first.time_s,
         gather_s=0.0 if second is None else second.time_s,
         both_s=0.0 if second is None else StepPrediction(reduce_scatter=first, all_gather=second).overlapped_s,
-        most_owned=most_owned,
+        shares=shares,
         link=link if busy_s[link] else None,
         link_bytes=round(carried),
     )

@@ -22,10 +22,11 @@ of parameters; Karimireddy et al., "Error feedback fixes SignSGD and other gradi
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, groupby, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from typing import Literal
 
 import torch
@@ -125,13 +126,15 @@ def _collected(owners: OwnedRuns, ranks: tuple[int, ...]) -> list[tuple[int, int
     return runs
 
 
-def choose_sites(topology: Topology, num_bytes: int, bits: int) -> tuple[Replicas, float]:
+def choose_sites(
+    topology: Topology, num_bytes: int, bits: int, shares: Sequence[float] | None = None
+) -> tuple[Replicas, float]:
     """Return the sites between which ``num_bytes`` are coded, with the least time that the model predicts, in seconds.
 
-    Each level of the tree is one choice: all nodes so far below the root are sites, so that on a tree of several levels
-    one level is coded, and what lies above it too. Where no rates are known it is the first level with several nodes.
-    The model adds the times of the phases, as if nothing of them overlapped. O(levels x ranks). There are no sites
-    where one rank is alone.
+    ``shares``: what part each rank owns; None for equal ones. Each level of the tree is one choice: all nodes so far
+    below the root are sites, so that on a tree of several levels one level is coded, and what lies above it too. Where
+    no rates are known it is the first level with several nodes. The model adds the times of the phases, as if nothing
+    of them overlapped. O(levels x ranks). There are no sites where one rank is alone.
     """
     height = max(len(topology.path(rank)) for rank in range(topology.num_ranks))
     levels = [find_replicas(topology, level) for level in range(1, height + 1)]
@@ -140,21 +143,28 @@ def choose_sites(topology: Topology, num_bytes: int, bits: int) -> tuple[Replica
         return (), 0.0
     if not topology.has_rates:
         return several[0], 0.0
-    times_s = [_predict_s(topology, sites, num_bytes, bits) for sites in several]
+    times_s = [_predict_s(topology, sites, num_bytes, bits, shares) for sites in several]
     best = min(range(len(several)), key=times_s.__getitem__)
     return several[best], times_s[best]
 
 
-def _predict_s(topology: Topology, sites: Replicas, num_bytes: int, bits: int) -> float:
+def _predict_s(topology: Topology, sites: Replicas, num_bytes: int, bits: int, shares: Sequence[float] | None) -> float:
     inside_s = max(lower_bound(topology.restricted(ranks), Collective.ALL_REDUCE, num_bytes) for ranks in sites)
-    crossing = crossing_bytes(topology, sites, num_bytes, bits)
+    crossing = crossing_bytes(topology, sites, num_bytes, bits, shares)
     return inside_s + max(num / topology.bytes_per_s(link) for link, num in crossing.items())
 
 
-def crossing_bytes(topology: Topology, sites: Replicas, num_bytes: int, bits: int) -> dict[DirectedLink, float]:
-    """Return the bytes of codes on each link that some cross: of ``num_bytes`` of sums to owners, and back."""
+def crossing_bytes(
+    topology: Topology, sites: Replicas, num_bytes: int, bits: int, shares: Sequence[float] | None = None
+) -> dict[DirectedLink, float]:
+    """Return the bytes of codes on each link that some cross: of ``num_bytes`` of sums to owners, and back.
+
+    ``shares``: what part each rank owns; None for equal ones.
+    """
     crossing: dict[DirectedLink, float] = {}
-    cells = cells_of(even_owners(num_bytes // 4, topology.num_ranks), sites)
+    num_elements, num_ranks = num_bytes // 4, topology.num_ranks
+    owners = even_owners(num_elements, num_ranks) if shares is None else owners_by_share(num_elements, shares)
+    cells = cells_of(owners, sites)
     pairs = [(cell, collector) for cell in cells for collector in cell.collectors if collector != cell.owner]
     for cell, collector in pairs:
         for link in (*topology.route(collector, cell.owner), *topology.route(cell.owner, collector)):
@@ -173,12 +183,24 @@ def even_owners(num_elements: int, num_ranks: int) -> OwnedRuns:
     return [(start, stop, rank) for rank, (start, stop) in enumerate(pairwise(cuts)) if start < stop]
 
 
+def owners_by_share(num_elements: int, shares: Sequence[float]) -> OwnedRuns:
+    """Give each rank its part, in rank order."""
+    ends = [round(num_elements * part) for part in accumulate(shares, initial=0.0)]
+    cuts = [*ends[:-1], num_elements]
+    return [(start, stop, rank) for rank, (start, stop) in enumerate(pairwise(cuts)) if start < stop]
+
+
 def compress(setting: Setting, wish: Compress) -> None:
     """Let the buckets of ``setting`` cross slow links in codes, if ``wish`` says so; every rank calls it alike."""
     collectives, plans = setting.collectives, [bucket.plan for bucket in setting.buckets]
-    if all(plan.dtype != torch.float32 for plan in plans):
+    schedules = [
+        schedule
+        for schedule, plan in zip(collectives.bucket_schedules, plans, strict=True)
+        if plan.dtype == torch.float32
+    ]
+    if not schedules:
         return
-    way = choose_way(collectives.communicator, collectives.control, wish)
+    way = choose_way(collectives.communicator, collectives.control, wish, schedules)
     if way is None:
         return
     collectives.crossing = SiteCrossing(
@@ -192,22 +214,49 @@ def compress(setting: Setting, wish: Compress) -> None:
     )
 
 
-def choose_way(communicator: Communicator, control: ControlStream, wish: Compress) -> CodeSetting | None:
+def choose_way(
+    communicator: Communicator, control: ControlStream, wish: Compress, schedules: Sequence[BucketSchedule] = ()
+) -> CodeSetting | None:
     """Return how float32 crosses slow links; None if not in codes. Every rank calls it alike.
 
-    ``"auto"`` looks at the rates of the topology and at the slowest rank's codec, which all tell each other.
+    ``schedules``: how the buckets move without codes, and so who owns what; without any, by all-reduces. ``"auto"``
+    looks at the rates of the topology and at the slowest rank's codec, which all tell each other.
     """
     topology, is_auto = communicator.topology, wish == "auto"
     if wish == "off" or (is_auto and not topology.has_rates):
         return None
     codec = Codec(_BITS[wish])
-    sites, coded_s = choose_sites(topology, DEFAULT_BUCKET_BYTES, codec.bits)
+    sites, coded_s = choose_sites(topology, DEFAULT_BUCKET_BYTES, codec.bits, _shares_of(schedules))
     if is_auto and sites:
         coding_s = max(control.gather_numbers(codec.measure_s_per_byte(), "speed of coding"))
-        whole_s = lower_bound(topology, Collective.ALL_REDUCE, DEFAULT_BUCKET_BYTES)
+        whole_s = _whole_s(topology, schedules)
         if time_with_codes_s(coded_s, DEFAULT_BUCKET_BYTES, coding_s, 1) > _PAYS * whole_s:
             return None
     return CodeSetting(codec, sites) if sites else None
+
+
+def _shares_of(schedules: Sequence[BucketSchedule]) -> tuple[float, ...] | None:
+    """Return what part of all buckets each rank owns; None where they are not divided."""
+    if not schedules or any(Collective.ALL_REDUCE in schedule.schedules for schedule in schedules):
+        return None
+    owned = [sum(counts) for counts in zip(*(schedule.num_owned for schedule in schedules), strict=True)]
+    return tuple(count / sum(owned) for count in owned)
+
+
+def _whole_s(topology: Topology, schedules: Sequence[BucketSchedule]) -> float:
+    """Return what the busiest link needs for a bucket's worth of float32, as divided buckets' schedules put it there.
+
+    An all-reduce is taken for one of large buckets, which keep to the bound: small ones go by other schedules.
+    """
+    if _shares_of(schedules) is None:
+        return lower_bound(topology, Collective.ALL_REDUCE, DEFAULT_BUCKET_BYTES)
+    num_elements = sum(schedule.layout.num_elements for schedule in schedules)
+    carried: Counter[DirectedLink] = Counter()
+    for bucket in schedules:
+        num_bytes = DEFAULT_BUCKET_BYTES * bucket.layout.num_elements // num_elements
+        for schedule in bucket.schedules.values():
+            carried.update(schedule.link_bytes(topology, num_bytes))
+    return max(num / topology.bytes_per_s(link) for link, num in carried.items())
 
 
 class SiteCrossing:
