@@ -94,6 +94,22 @@ def test_loads_on_other_ranks(world: int | Topology, rule: UpdateRule, tmp_path:
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+def test_seconds_in_which_a_checkpoint_is_written_are_counted_for_those_who_look_on(
+    tmp_path: Path, run_fleets: Any
+) -> None:
+    models = spoilt_copies(2)
+
+    def body(fleet: Fleet) -> tuple[float, float]:
+        model, optimizer = distribute(models[fleet.rank], make(models[fleet.rank]), fleet=fleet)
+        progress = fleet.communicator.progress
+        before_s = progress.stored_s
+        save_checkpoint(tmp_path / "saved", model, optimizer)
+        return before_s, progress.stored_s
+
+    for before_s, after_s in run_fleets(2, body):
+        assert (before_s, after_s > 0) == (0.0, True)
+
+
 def test_one_process_without_a_fleet(tmp_path: Path, run_fleets: Any) -> None:
     expected = train_and_save(tmp_path / "saved", run_fleets)
     (model,) = spoilt_copies(1)

@@ -160,6 +160,8 @@ def test_a_report_travels_and_nonsense_is_refused() -> None:
     progress = Progress()
     with progress.stepping(0):
         pass
+    with progress.storing():
+        assert progress.stored_until_now_s > 0
     progress.loss, progress.num_samples = 0.5, 32
     connection = SimpleNamespace(peer=1, lost_bytes=3)
     fabric = SimpleNamespace(rank=0, connections=[connection])
@@ -168,12 +170,53 @@ def test_a_report_travels_and_nonsense_is_refused() -> None:
     assert (told.num_steps, told.loss, told.num_samples) == (1, 0.5, 32)
     assert told.link_bytes[LINKS.index(DirectedLink("a", "up"))] == 7
     assert told.lost_bytes[LINKS.index(DirectedLink("a", "up"))] == 3
+    assert told.stored_s == progress.stored_s > 0
     assert told.pid == os.getpid()
     assert "test_a_report_travels" in told.place
     assert PaceReport.decode(told.encode(), len(LINKS)) == told
     for nonsense in (b"", told.encode()[:-1], b"\x09" + told.encode()[1:]):
         with pytest.raises(ControlError, match="of its pace"):
             PaceReport.decode(nonsense, len(LINKS))
+
+
+def test_before_its_first_step_no_rank_is_named_and_it_is_said_to_start() -> None:
+    lookout, said = Lookout(RACKS, name, examine, behind_s=60.0, now_s=0.0), []
+    for now_s in range(0, 62, 2):
+        for rank in range(3):
+            if rank != 1 or now_s == 0:  # it imports, and meanwhile its interpreter is held
+                lookout.hear(rank, report(0, HEALTHY, is_waiting=rank != 1, phase="elsewhere"), now_s)
+        said += lookout.look(now_s)
+    (line,) = said
+    assert line.startswith("no step was finished for 60 s: rank 1 has told nothing for 60 s, and was before its first")
+    assert [one["phase"] for one in lookout.view(62.0)["ranks"]] == ["starting"] * 3
+
+
+def test_what_a_rank_did_before_its_first_step_accuses_it_of_nothing() -> None:
+    lookout, said = Lookout(RACKS, name, examine, behind_s=60.0, now_s=0.0), []
+    for now_s in range(0, 20, 2):
+        for rank in range(3):
+            started = 9.0 if rank == 1 else 0.5
+            made_s = max(0.0, now_s - 9)
+            own_s = tuple(made_s * HEALTHY[phase] + (phase == "elsewhere") * min(started, now_s) for phase in PHASES)
+            told = report(now_s, HEALTHY, own_s=own_s, waited_s=now_s - sum(own_s), num_steps=int(2 * made_s))
+            lookout.hear(rank, told, now_s)
+        said += lookout.look(now_s)
+    assert not said
+
+
+def test_a_slow_disk_is_told_by_seconds_in_checkpoints_and_by_what_the_kernel_says_of_the_thread() -> None:
+    lookout, said = Lookout(RACKS, name, examine, behind_s=60.0, now_s=0.0), []
+    for now_s in range(2, 20, 2):
+        for rank in range(3):
+            is_slow, own = rank == 2, HEALTHY | {"elsewhere": 0.5 if rank == 2 else 0.02}
+            told = report(now_s, own, place="in save (a.py:7)" * is_slow, is_on_device=is_slow)
+            lookout.hear(rank, dataclasses.replace(told, stored_s=now_s * (0.46 if is_slow else 0.01)), now_s)
+        said += lookout.look(now_s)
+    (line,) = said
+    assert line.endswith(
+        "at 4 of 4 looks it was in save (a.py:7); for 46% of the time it wrote a checkpoint to its disk, 1% of theirs; "
+        "at 4 of 4 looks it waited for a disk or another device"
+    )
 
 
 def test_a_view_has_what_is_known_now_and_none_for_what_is_not() -> None:

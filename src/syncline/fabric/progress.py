@@ -66,6 +66,9 @@ class Progress:
         """Seconds in them."""
         self.thread = threading.main_thread().ident
         """The thread that made the last step."""
+        self.stored_s = 0.0
+        """Seconds in which the training thread wrote checkpoints to a disk, until the end of the last write."""
+        self._store_ns = 0
         self.num_samples = 0
         """Samples of finished steps, as far as the user said so."""
         self.loss = math.nan
@@ -173,6 +176,7 @@ class Progress:
         self._step_ns, self._first_step_ns = before._step_ns, before._first_step_ns
         self._phase_around = before._phase_around
         self.num_samples, self.loss, self.shortage = before.num_samples, before.loss, before.shortage
+        self.stored_s = before.stored_s
         self.thread = before.thread
 
     def waiting(self, reason: str = "") -> AbstractContextManager[None]:
@@ -191,6 +195,22 @@ class Progress:
             with self._lock:
                 self._num_working -= 1
                 self._turn()
+
+    @contextmanager
+    def storing(self) -> Iterator[None]:
+        """Within this context the training thread writes a checkpoint to a disk."""
+        start_ns = self._store_ns = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self._store_ns = 0
+            self.stored_s += (time.monotonic_ns() - start_ns) / 1e9
+
+    @property
+    def stored_until_now_s(self) -> float:
+        """The same, with the write that goes on."""
+        start_ns, stored_s = self._store_ns, self.stored_s
+        return stored_s + ((time.monotonic_ns() - start_ns) / 1e9 if start_ns else 0.0)
 
     def hold(self) -> None:
         """Say that somebody waits until :meth:`release`, as foreign code may where nothing of it is seen."""

@@ -25,7 +25,7 @@ from syncline.errors import escape_text
 from syncline.fabric.progress import BACKWARD, ELSEWHERE, FORWARD, PHASES, STEP, Progress
 from syncline.runtime.control import ControlError
 from syncline.runtime.statistics import FleetStatistics, route_sums
-from syncline.runtime.whereabouts import training_place
+from syncline.runtime.whereabouts import is_on_device, training_place
 from syncline.topology import DirectedLink, Topology
 from syncline.units import format_rate
 
@@ -48,9 +48,11 @@ SILENT_REPORTS = 3
 """Who has not told so many times in a row is silent."""
 MOST_LINKS = 400
 """Of a report; where a rank uses more, those that carry least are left out."""
-_FIXED = struct.Struct("<BBQQQIQdddddddddHH")
+_FIXED = struct.Struct("<BBBQQQIQddddddddddHH")
 _LINK = struct.Struct("<HQQ")
 _MOST_PLACE_BYTES = 200
+STARTING = "starting"
+"""Outside of the phases while no step is finished: it imports, reads data, or compiles."""
 NUM_KEPT_LINES = 5
 """Of what was said, for those who look at the job now."""
 
@@ -79,6 +81,10 @@ class PaceReport:
     """Where its training thread is, while it is outside of the phases and waits for nobody."""
     lacked_s: float = 0.0
     """In which one of its threads was ready to run, and had no processor."""
+    is_on_device: bool = False
+    """Whether the kernel says that the thread waits there for a disk or another device."""
+    stored_s: float = 0.0
+    """In which it wrote checkpoints to a disk, of its own time elsewhere."""
     num_samples: int = 0
     loss: float = math.nan
     """As the user said them, if they did."""
@@ -92,8 +98,15 @@ class PaceReport:
         ]
         kept = sorted(moved, reverse=True)[:MOST_LINKS]
         place = self.place.encode()[:_MOST_PLACE_BYTES]
-        state = PHASES.index(self.phase), self.is_waiting, self.num_calls, self.num_steps, self.num_samples
-        seconds = self.loss, self.total_s, *self.own_s, self.waited_s, self.steps_s, self.lacked_s
+        state = (
+            PHASES.index(self.phase),
+            self.is_waiting,
+            self.is_on_device,
+            self.num_calls,
+            self.num_steps,
+            self.num_samples,
+        )
+        seconds = self.loss, self.total_s, *self.own_s, self.waited_s, self.steps_s, self.lacked_s, self.stored_s
         fixed = _FIXED.pack(*state, self.pid, self.num_faults, *seconds, len(kept), len(place))
         return fixed + b"".join(_LINK.pack(number, sent, lost) for sent, number, lost in kept) + place
 
@@ -101,7 +114,7 @@ class PaceReport:
     def decode(cls, body: bytes, num_links: int) -> PaceReport:
         """Read one; :class:`ControlError` for what is none."""
         try:
-            (phase, is_waiting, *counts, num_kept, num_place) = _FIXED.unpack_from(body)
+            (phase, is_waiting, on_device, *counts, num_kept, num_place) = _FIXED.unpack_from(body)
             end = _FIXED.size + num_kept * _LINK.size
             moved = list(_LINK.iter_unpack(body[_FIXED.size : end]))
         except struct.error as error:
@@ -114,7 +127,7 @@ class PaceReport:
             raise ControlError("of its pace what cannot be")
         sent = {number: num_bytes for number, num_bytes, _ in moved}
         lost = {number: num_bytes for number, _, num_bytes in moved}
-        total_s, *own_s, waited_s, steps_s, lacked_s = seconds
+        total_s, *own_s, waited_s, steps_s, lacked_s, stored_s = seconds
         return cls(
             phase=PHASES[phase],
             is_waiting=bool(is_waiting),
@@ -130,6 +143,8 @@ class PaceReport:
             num_faults=num_faults,
             place=escape_text(body[end:], max_chars=_MOST_PLACE_BYTES),
             lacked_s=lacked_s,
+            is_on_device=bool(on_device),
+            stored_s=stored_s,
             num_samples=num_samples,
             loss=loss,
         )
@@ -162,6 +177,8 @@ def take_pace(progress: Progress, statistics: FleetStatistics, topology: Topolog
         num_faults=resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
         place=training_place(progress.thread) if is_elsewhere else "",
         lacked_s=progress.shortage.seconds(),
+        is_on_device=is_elsewhere and is_on_device(progress.thread),
+        stored_s=progress.stored_until_now_s,
         num_samples=progress.num_samples,
         loss=progress.loss,
     )
@@ -177,8 +194,11 @@ class Share:
     link_bytes_per_s: tuple[float, ...]
     lost_bytes_per_s: tuple[float, ...]
     faults_per_s: float
+    stored: float
     places: tuple[str, ...]
     """Where its training thread was seen, whenever that was outside of the phases."""
+    num_on_device: int
+    """How often it waited for a disk or another device there."""
 
     @property
     def busy(self) -> float:
@@ -278,7 +298,7 @@ class Lookout:
         return {
             "rank": rank,
             "name": self._describe(rank),
-            "phase": last.phase,
+            "phase": last.phase if last.num_steps or last.phase != ELSEWHERE else STARTING,
             "is_waiting": last.is_waiting,
             "silent_s": now_s - end_s,
             "steps": last.num_steps,
@@ -318,7 +338,9 @@ class Lookout:
         return f"{known}; {self._examine(rank, last.pid)}"
 
     def _where(self, report: PaceReport) -> str:
-        return f"in {report.phase}" if report.phase != ELSEWHERE else f"outside of {self._phases()}"
+        if report.phase != ELSEWHERE:
+            return f"in {report.phase}"
+        return f"outside of {self._phases()}" if report.num_steps else "before its first step"
 
     def _phases(self) -> str:
         """Name the phases that are seen: a process group hears of no forward pass."""
@@ -335,7 +357,7 @@ class Lookout:
         longs = (
             number
             for number, (start_s, report) in enumerate(heard)
-            if end_s - start_s >= WINDOW_S and last.num_steps - report.num_steps >= MIN_STEPS
+            if report.num_steps and end_s - start_s >= WINDOW_S and last.num_steps - report.num_steps >= MIN_STEPS
         )
         start = max(longs, default=None)
         if start is None:
@@ -354,12 +376,18 @@ class Lookout:
             link_bytes_per_s=tuple((later - earlier) / seconds for later, earlier in moved),
             lost_bytes_per_s=tuple((later - earlier) / seconds for later, earlier in lost),
             faults_per_s=(last.num_faults - first.num_faults) / seconds,
+            stored=(last.stored_s - first.stored_s) / seconds,
             places=tuple(report.place for _, report in heard[start + 1 :] if report.place),
+            num_on_device=sum(report.is_on_device for _, report in heard[start + 1 :]),
         )
 
     def _holding_up(self, now_s: float) -> tuple[str, str]:
         """Return the rank or link that holds the others up, and what to say; nothing where none is known to."""
-        silent = [rank for rank, heard in self._heard.items() if now_s - heard[-1][0] > self._silent_s]
+        silent = [
+            rank
+            for rank, heard in self._heard.items()
+            if now_s - heard[-1][0] > self._silent_s and heard[-1][1].num_steps  # before, imports may keep it silent
+        ]
         if silent:
             more = f"; {len(silent) - 1} more are silent" if len(silent) > 1 else ""
             return self._describe(min(silent)), self._silence(min(silent), now_s) + more
@@ -375,7 +403,7 @@ class Lookout:
             waited = median(share.waited for share in others), shares[slow].waited
             waits = f"they wait {waited[0]:.0%} of the time, and it {waited[1]:.0%}"
             why = self._reason(shares[slow], others) + _shortage(shares[slow], others, cost)
-            why += _swapping(shares[slow], others)
+            why += _storing(shares[slow], others, cost) + _swapping(shares[slow], others)
             return name, f"{name} holds the others up ({waits}): {why}"
         return self._bad_link(list(shares.values()))
 
@@ -440,6 +468,16 @@ def _swapping(slow: Share, others: Sequence[Share]) -> str:
         f"; {slow.faults_per_s:.0f} times a second it waited for memory that is on a disk (swapped out, or of a file; "
         f"major page faults), they {usual:.0f} times"
     )
+
+
+def _storing(slow: Share, others: Sequence[Share], cost: float) -> str:
+    """Say that the rank wrote checkpoints, where that is half of its cost, and how often it waited for a disk."""
+    usual, said = median(share.stored for share in others), ""
+    if slow.stored - usual >= cost / 2:
+        said = f"; for {slow.stored:.0%} of the time it wrote a checkpoint to its disk, {usual:.0%} of theirs"
+    if slow.num_on_device > max(1, *(share.num_on_device for share in others)):
+        said += f"; at {slow.num_on_device} of {len(slow.places)} looks it waited for a disk or another device"
+    return said
 
 
 def _shortage(slow: Share, others: Sequence[Share], cost: float) -> str:

@@ -33,12 +33,28 @@ def process_state(pid: int) -> str:
     ''
     """
     try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return _STATES.get(_state_letter(Path(f"/proc/{pid}/stat")), "")
     except FileNotFoundError:
         return _STATES["X"] if Path("/proc/self/stat").exists() else ""
     except (OSError, IndexError):
         return ""
-    return _STATES.get(letter, "")
+
+
+def is_on_device(thread: int | None) -> bool:
+    """Whether the kernel says that a thread of this process waits for a disk or another device just now.
+
+    >>> is_on_device(threading.get_ident())
+    False
+    """
+    number = next((one.native_id for one in threading.enumerate() if one.ident == thread), None)
+    try:
+        return _state_letter(Path(f"/proc/self/task/{number}/stat")) == "D"
+    except (OSError, IndexError):
+        return False
+
+
+def _state_letter(path: Path) -> str:
+    return path.read_text().rpartition(")")[2].split()[0]
 
 
 def process_namespace() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property, wraps
 from pathlib import Path
 from pickle import PickleError
@@ -284,9 +284,19 @@ def _like(key: str, current: Any, value: Any) -> Any:
 
 
 class Together:
-    """Lets all ranks do a thing in the user's ``call``, and all fail if one does; ``exchange`` is how they tell."""
+    """Lets all ranks do a thing in the user's ``call``, and all fail if one does; ``exchange`` is how they tell.
 
-    def __init__(self, exchange: Callable[[Any, str], list[Any]], target: Path, call: str) -> None:
+    Each does its own part ``within`` a context.
+    """
+
+    def __init__(
+        self,
+        exchange: Callable[[Any, str], list[Any]],
+        target: Path,
+        call: str,
+        within: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._within = within
         self._exchange = exchange
         self._target = target
         self._call = call
@@ -301,7 +311,8 @@ class Together:
         """Return what each rank's ``action`` returned, as JSON has it."""
         result, problem, cause = None, "", None
         try:
-            result = action()
+            with self._within():
+                result = action()
         except SynclineError as error:
             problem = str(error)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, PickleError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -158,7 +159,8 @@ def _save_once(
         snapshot.told["parts"] = {}
     if wait:
         with tell_if_long(f"saving {snapshot.target}", is_told=group.rank == 0):
-            _write(snapshot, group.rank, exchange)
+            storing = nullcontext if group.fleet is None else group.fleet.communicator.progress.storing
+            _write(snapshot, group.rank, exchange, storing)
         group.check_members()
         return None
     writer.register(group.fleet)
@@ -211,13 +213,18 @@ def _owned_state(model: nn.Module, group: CheckpointGroup, entries: Sequence[Sta
     return state
 
 
-def _write(snapshot: _Snapshot, rank: int, exchange: Callable[[Any, str], list[Any]]) -> None:
+def _write(
+    snapshot: _Snapshot,
+    rank: int,
+    exchange: Callable[[Any, str], list[Any]],
+    storing: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
     """Write the checkpoint, together with the others; on the training thread, or in the background."""
     from syncline.pytorch.checkpoint import storage  # which would hold up training, in its first save
     from syncline.pytorch.checkpoint.manifest import checksums
 
     target = snapshot.target
-    together = Together(exchange, target, _SAVE)
+    together = Together(exchange, target, _SAVE, storing)
 
     def write_part() -> dict[str, Any]:
         folder = place.writing_folder(target)
