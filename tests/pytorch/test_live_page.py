@@ -48,6 +48,18 @@ def test_it_fetches_nothing_but_the_view_and_tells_what_its_parts_are() -> None:
     assert set(re.findall(r'at\("(\w+)"\)', PAGE)) <= ids
 
 
+def test_it_can_be_read_aloud_and_moved_by_keyboard_and_begins_with_what_matters() -> None:
+    elements = Elements().found
+    regions = [attributes for tag, attributes in elements if tag == "div" and attributes.get("class") == "wide"]
+    assert len(regions) == 2
+    assert all(one["role"] == "region" and one["tabindex"] == "0" and one["aria-label"] for one in regions)
+    assert all(text.strip() for text in re.findall(r'<th scope="col">([^<]*)', PAGE)), "each column says what it has"
+    spoken = [attributes["id"] for _, attributes in elements if {"aria-live", "role"} & attributes.keys() - {"class"}
+              and "id" in attributes]  # fmt: skip
+    assert spoken == ["lost", "said"], "what changes every two seconds is not read aloud"
+    assert PAGE.index('id="said"') < PAGE.index("<table>")
+
+
 def test_it_shows_what_a_view_has() -> None:
     topology = Topology.load("demo-1-3")
     lookout = Lookout(topology, str, lambda _rank, _pid: "", behind_s=60.0, now_s=0.0)

@@ -13,7 +13,7 @@ from syncline.errors import ConfigurationError
 from syncline.observe import Trace
 from syncline.report.explanation import explain
 from syncline.report.job_trace import JobTrace
-from syncline.report.page import build_page
+from syncline.report.page import STYLE, build_page
 from syncline.report.writing import write_report
 from syncline.topology import Topology
 
@@ -93,6 +93,56 @@ def test_the_network_is_a_tree_with_its_bottleneck_marked_and_plans_stand_beside
     shown = " ".join("".join(main.itertext()).split())
     assert "1.50" in shown
     assert "Loss, mean of 1 rank" in shown
+
+
+def test_a_course_that_hardly_changes_is_flat_and_its_ends_are_told_apart(tmp_path: Path) -> None:
+    main = main_of(build_page(explain(make_job(tmp_path, 1, synchronous(20)))))
+    (curve,) = [one for one in main.iter("svg") if (one.get("aria-label") or "").startswith("Time of each step")]
+    marks = [text.text for text in curve.iter("text")]
+    assert marks[:2] == ["15 ms", "0"]
+    heights = {point.split(",")[1] for line in curve.iter("polyline") for point in (line.get("points") or "").split()}
+    assert max(map(float, heights)) - min(map(float, heights)) < 1
+    many = text_of(build_page(explain(make_job(tmp_path / "many", 1, synchronous(1000)))))
+    assert "Time of each step (means of 3 in a row)" in many
+    assert "step 999" in many
+
+
+def contrast(first: str, second: str) -> float:
+    """The ratio of WCAG 2, of two colours as CSS has them."""
+
+    def light(colour: str) -> float:
+        digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+        parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    less, more = sorted((light(first), light(second)))
+    return (more + 0.05) / (less + 0.05)
+
+
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_text_and_pictures_stand_out_from_the_paper_in_light_and_dark(*, is_dark: bool) -> None:
+    light, dark = STYLE.split("@media (prefers-color-scheme: dark)")
+    colours = dict(re.findall(r"--(\w+): (#\w+);", light))
+    if is_dark:
+        colours |= dict(re.findall(r"--(\w+): (#\w+);", dark))
+    for name in ("ink", "faint", "full"):
+        assert contrast(colours[name], colours["paper"]) >= 4.5, name
+    for name in ("forward", "backward", "step", "elsewhere", "network", "late", "unknown"):
+        assert contrast(colours[name], colours["paper"]) >= 3, name
+    assert contrast(colours["wait"], colours["backward"]) >= 1.5, "waits are drawn beside it"
+
+
+def test_what_happened_is_told_in_sentences_and_an_empty_job_has_no_length(tmp_path: Path) -> None:
+    def fill(rank: int, trace: Trace, begin_ns: int) -> None:
+        del rank, begin_ns
+        trace.instant("failed: peer_lost", "communication", text="rank 1 is lost", epoch=2)
+        trace.about("totals", resent_bytes=1234567.0)
+
+    shown = text_of(build_page(explain(make_job(tmp_path, 1, fill))))
+    assert "failed: peer_lost (epoch 2): rank 1 is lost" in shown
+    assert "1,234,567" in shown
+    assert "in all" not in text_of(build_page(explain(JobTrace(ranks=(), topology=None))))
 
 
 def test_a_report_that_cannot_be_written_says_so(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ a plotting library would bring a megabyte of scripts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from statistics import fmean
@@ -34,35 +34,48 @@ LEAST_WIDTH = 0.5
 ROW, STRIP = 30, 11
 """Heights in the timeline: of a rank, of one of its two strips."""
 MOST_POINTS = 400
+TEXT = "text"
+"""What an event says in a sentence, among what else it tells."""
+LEAST_SPREAD = 0.05
+"""Of a curve's values, in parts of the largest."""
 MOST_ROWS = 200
 """Of a table of what happened; a job that breaks once a second would fill the file with it."""
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2530; --faint: #66707c; --paper: #fff; --line: #d9dee4; --soft: #f4f6f8;
-  --forward: #4c86c6; --backward: #2b5c9e; --step: #2f9e8f; --elsewhere: #9aa5b1; --wait: #f2d7a0; --network: #e07b39;
-  --late: #b24c63; --unknown: #c9b8e8; --full: #c62828; }
+  --forward: #4c86c6; --backward: #2b5c9e; --step: #2f9e8f; --elsewhere: #7f8b98; --wait: #e3bd6d; --network: #d46a26;
+  --late: #b24c63; --unknown: #9a7fd1; --full: #c62828; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e8ee; --faint: #9aa5b1; --paper: #14181d; --line: #323a44;
-  --soft: #1d2329; --wait: #6a5a32; --unknown: #6b5a93; --full: #ff7b72; } }
+  --soft: #1d2329; --forward: #7fb0e6; --backward: #3f74bd; --elsewhere: #9aa5b1; --wait: #b59c58; --late: #d0667f;
+  --network: #e07b39; --unknown: #8a76b8; --full: #ff7b72; } }
 * { box-sizing: border-box; }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 0 auto;
   max-width: 68rem; padding: 1.5rem 1rem 4rem; }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.5rem 0 .5rem; }
 .faint, caption, figcaption, small { color: var(--faint); } caption { text-align: left; padding-bottom: .4rem; }
+caption span { display: inline-block; position: sticky; left: 0; max-width: min(66rem, calc(100vw - 2rem)); }
+.wide + .wide, .time + .wide, details + details, figure + figure { margin-top: 1rem; } summary { padding: .2rem 0; }
 .said { background: var(--soft); border-left: 4px solid var(--step); padding: .8rem 1rem .8rem 2.2rem; }
 .said li { font-size: 1.1rem; margin: .25rem 0; } .failed { border-color: var(--full); }
-.wide { overflow-x: auto; } .wide:focus-visible { outline: 2px solid var(--forward); }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100%; }
+.wide { overflow-x: auto; } .wide:focus-visible, summary:focus-visible { outline: 2px solid var(--forward); }
+table { border-collapse: separate; border-spacing: 0; font-variant-numeric: tabular-nums; width: 100%; }
 th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { font-weight: 600; } th[scope=row] { white-space: normal; min-width: 9rem; } td.n, th.n { text-align: right; }
+th { font-weight: 600; } th[scope=row] { white-space: normal; min-width: 10.5rem; position: sticky; left: 0;
+  background: var(--paper); } thead th { vertical-align: bottom; } th.n { white-space: normal; }
+td.n, th.n { text-align: right; }
 tr.full th, tr.full td { color: var(--full); font-weight: 600; }
 .bar { display: inline-block; width: 7rem; height: .7rem; background: var(--line); vertical-align: middle; }
 .bar i { display: block; height: 100%; } .long { white-space: normal; }
 .parts { display: flex; height: 1.1rem; min-width: 16rem; } .parts i { display: block; height: 100%; }
 figure { margin: 0; } svg { display: block; width: 100%; min-width: 640px; height: auto; }
+.timeline svg { min-width: 900px; }
 svg text { font: 11px system-ui, sans-serif; fill: var(--faint); } .spark { width: 9rem; min-width: 0; height: 1.4rem; }
 .grid { stroke: var(--line); } .curve { fill: none; stroke: var(--backward); stroke-width: 1.5; }
 .spark path { fill: var(--network); } tr.full path { fill: var(--full); } .path { fill: var(--ink); }
 .key { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; padding: 0; list-style: none; font-size: .9rem; }
 .key i { display: inline-block; width: .9rem; height: .9rem; vertical-align: -.1rem; margin-right: .35rem; }
+@media (max-width: 40rem) { body { font-size: 14px; padding-top: 1rem; } svg text { font-size: 14px; }
+  .timeline svg text { font-size: 11px; } .said li { font-size: 1rem; } .time .bar { display: block; }
+  th, td { padding-right: .6rem; } th[scope=row] { min-width: 9.5rem; max-width: 14rem; } .parts { min-width: 10rem; } }
 """ + "".join(f".{kind} {{ fill: var(--{kind}); background: var(--{kind}); }}\n" for kind in (*MEANING, "wait"))
 
 
@@ -98,7 +111,8 @@ def _head(explanation: Explanation, title: str) -> str:
     network = f" on {job.topology.name or 'a network without a name'}" if job.topology else ""
     num_steps = len(job.step_ends_s)
     facts = (
-        f"{_count(len(job.ranks), 'rank')}{network}, {_count(num_steps, 'step')}, {format_duration(job.end_s)} in all"
+        f"{_count(len(job.ranks), 'rank')}{network}, {_count(num_steps, 'step')}"
+        f"{f', {format_duration(job.end_s)} in all' if job.ranks else ''}"
     )
     return f'<header><h1>{escape(title)}</h1><p class="faint">{escape(facts)}</p></header>'
 
@@ -121,7 +135,7 @@ def _table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]], *,
         body = "".join(f"<td{_n(n)}>{cell}</td>" for cell, n in zip(others, numbers[1:], strict=True))
         mark = ' class="full"' if place == full else ""
         lines.append(f'<tr{mark}><th scope="row">{first}</th>{body}</tr>')
-    head = f"<caption>{escape(caption)}</caption><thead><tr>{cells}</tr></thead>"
+    head = f"<caption><span>{escape(caption)}</span></caption><thead><tr>{cells}</tr></thead>"
     return _wide(caption, f"<table>{head}<tbody>{''.join(lines)}</tbody></table>")
 
 
@@ -157,7 +171,9 @@ def _time(explanation: Explanation) -> str:
     )
     return _section(
         "Where a step's time goes",
+        '<div class="time">',
         _table("The critical path of a step, mean", ("what", "seconds ", "part "), rows),
+        "</div>",
         note if explanation.lacked_s else "",
         _table("What one change would give, at most", ("change", "of a step ", "part "), gains) if gains else "",
     )
@@ -189,7 +205,8 @@ def _step_picture(job: JobTrace, step: StepPath, what: str, *, is_open: bool) ->
     height = 4 + ROW * len(job.ranks) + 16
     drawn = [_row_of(one, step, 4 + place * ROW) for place, one in enumerate(job.ranks)]
     for quarter, anchor in enumerate(("start", "middle", "middle", "middle", "end")):
-        x, time = LEFT + (WIDTH - LEFT) * quarter / 4, format_duration(step.seconds * quarter / 4)
+        x = LEFT + (WIDTH - LEFT) * quarter / 4
+        time = format_duration(step.seconds * quarter / 4) if quarter else "0"
         drawn.append(f'<text x="{x:.0f}" y="{height - 4}" text-anchor="{anchor}">{time}</text>')
     listed = [part for part in step.parts if part.seconds >= 0.01 * step.seconds]
     parts = ", ".join(f"{format_duration(part.seconds)} {part.kind} (rank {part.rank})" for part in listed)
@@ -200,7 +217,7 @@ def _step_picture(job: JobTrace, step: StepPath, what: str, *, is_open: bool) ->
     opened = ' open="open"' if is_open else ""
     return (
         f"<details{opened}><summary>{escape(label)}</summary>"
-        f"<figure>{_wide(label, picture)}{caption}</figure></details>"
+        f'<figure class="timeline">{_wide(label, picture)}{caption}</figure></details>'
     )
 
 
@@ -320,7 +337,7 @@ def _course(explanation: Explanation) -> str:
     ends = list(job.step_ends_s.items())
     if len(ends) > 2:
         seconds = [(number, end_s - before_s) for (_, before_s), (number, end_s) in pairwise(ends)]
-        curves.append(_curve("Seconds of each step", seconds, "step"))
+        curves.append(_curve("Time of each step", seconds, "step", format_duration))
     losses = [[(time_s, values["value"]) for time_s, values in one.counters.get("loss", ())] for one in job.ranks]
     losses = [each for each in losses if each]
     if losses:
@@ -329,28 +346,31 @@ def _course(explanation: Explanation) -> str:
             for each in zip(*losses, strict=False)
         ]
         if len(mean) > 1:
-            curves.append(_curve(f"Loss, mean of {_count(len(losses), 'rank')}", mean, "seconds"))
+            curves.append(_curve(f"Loss, mean of {_count(len(losses), 'rank')}", mean, "seconds", "{:.4g}".format))
     return _section("Course of the job", *curves) if curves else ""
 
 
-def _curve(name: str, points: Sequence[tuple[float, float]], unit: str) -> str:
-    size = -(-len(points) // MOST_POINTS)
+def _curve(name: str, points: Sequence[tuple[float, float]], unit: str, spell: Callable[[float], str]) -> str:
+    """Draw values over a number of ``unit``; from zero on, unless that would leave most of the picture empty."""
+    size, ends = -(-len(points) // MOST_POINTS), (points[0][0], points[-1][0])
+    name += f" (means of {size} in a row)" if size > 1 else ""
     bins = [points[k : k + size] for k in range(0, len(points), size)]
     points = [(fmean(x for x, _ in each), fmean(y for _, y in each)) for each in bins]
     left, top, bottom = 60, 8, 130
     (first, _), (last, _) = points[0], points[-1]
     low, high = min(y for _, y in points), max(y for _, y in points)
-    low = min(low, 0.0) if low >= 0 and low < high / 2 else low
+    if low >= 0 and (low < high / 2 or high - low < LEAST_SPREAD * high):  # what hardly changes shows as a flat line
+        low = 0.0
     across, up = (WIDTH - left) / ((last - first) or 1.0), (bottom - top) / ((high - low) or 1.0)
     path = " ".join(f"{left + (x - first) * across:.1f},{bottom - (y - low) * up:.1f}" for x, y in points)
     least = min(y for _, y in points)
-    label = f"{name}: from {points[0][1]:.4g} to {points[-1][1]:.4g}, between {least:.4g} and {high:.4g}"
+    label = f"{name}: from {spell(points[0][1])} to {spell(points[-1][1])}, between {spell(least)} and {spell(high)}"
     lines = "".join(f'<line class="grid" x1="{left}" x2="{WIDTH}" y1="{y}" y2="{y}"/>' for y in (top, bottom))
     marks = (
-        (left - 6, top + 8, "end", f"{high:.3g}"),
-        (left - 6, bottom, "end", f"{low:.3g}"),
-        (left, 146, "start", f"{first:.4g}"),
-        (WIDTH, 146, "end", f"{unit} {last:.4g}"),
+        (left - 6, top + 8, "end", spell(high)),
+        (left - 6, bottom, "end", spell(low) if low else "0"),
+        (left, 146, "start", f"{ends[0]:.4g}"),
+        (WIDTH, 146, "end", f"{unit} {ends[1]:.4g}"),
     )
     texts = "".join(f'<text x="{x}" y="{y}" text-anchor="{anchor}">{text}</text>' for x, y, anchor, text in marks)
     curve = f'{lines}{texts}<polyline class="curve" points="{path}"/>'
@@ -409,7 +429,9 @@ def _updates(job: JobTrace) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.4g}"
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _events(job: JobTrace) -> str:
@@ -432,5 +454,5 @@ def _instants(ranks: Sequence[RankTrace]) -> Iterator[tuple[float, str, str]]:
 
 
 def _args(args: Mapping[str, object]) -> str:
-    told = ", ".join(f"{key} {value}" for key, value in args.items())
-    return f" ({told})" if told else ""
+    told = ", ".join(f"{key} {value}" for key, value in args.items() if key != TEXT)
+    return (f" ({told})" if told else "") + (f": {args[TEXT]}" if TEXT in args else "")
