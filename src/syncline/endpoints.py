@@ -35,6 +35,17 @@ def format_endpoint(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def parse_ports(text: str) -> tuple[int, int] | None:
+    """Read ``"29600-29631"``, or ``"29600"`` for that one alone; None of an empty text."""
+    if not text:
+        return None
+    first, dash, last = (part.strip() for part in text.partition("-"))
+    numbers = (first, last if dash else first)
+    if not all(number.isdecimal() for number in numbers) or not 0 < int(first) <= int(numbers[1]) <= MAX_PORT:
+        raise ConfigurationError(f"ports must be FIRST-LAST, from 1 to {MAX_PORT}, as 29600-29631, not {text!r}")
+    return int(first), int(numbers[1])
+
+
 def without_brackets(host: str) -> str:
     """Return ``"::1"`` for ``"[::1]"``, and anything else as it is."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host

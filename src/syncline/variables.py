@@ -101,7 +101,11 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
         "on, off: a keyed code on each frame (default: on several machines)",
     ),
     _of_init("SYNCLINE_INTERFACE", "interface", "address, or name of the interface, that other ranks reach"),
-    _of_init("SYNCLINE_PORTS", "ports", "FIRST-LAST, on which ranks listen, and rank 0's store (default: any)"),
+    _of_init(
+        "SYNCLINE_PORTS",
+        "ports",
+        "FIRST-LAST, on which ranks listen, and rank 0's store; one number: a host's ranks share it (default: any)",
+    ),
     _of_init("SYNCLINE_ADVERTISE", "advertise", "address[:port] at which others reach this rank, or none"),
     _of_init("SYNCLINE_HOST", "host", "the topology's name of this rank's host; also `syncline run --host`"),
     _of_init("SYNCLINE_TIMEOUT", "timeout_s", "seconds that a collective may take (default: 300)"),

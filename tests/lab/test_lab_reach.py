@@ -21,7 +21,20 @@ for address in sys.argv[1:]:
     tc("filter", "add", "dev", "eth0", "parent", "1:", "protocol", "ip", "prio", "1", "u32", *to)
 """
 """Lose what would open a connection to these addresses, as their routers would."""
-DIAL = "import socket, sys; socket.create_connection((sys.argv[1], 9), timeout=1.0)"
+ONE_PORT = 29600
+DIAL_ONE_PORT = """
+import subprocess, sys
+tc = lambda *words: subprocess.run(["tc", *words], check=True, capture_output=True, text=True).stdout
+default = int(tc("qdisc", "show", "dev", "eth0").split("default ")[1].split()[0], 16)
+tc("class", "add", "dev", "eth0", "parent", "1:", "classid", "1:ff", "htb", "rate", "1mbit")
+tc("qdisc", "add", "dev", "eth0", "parent", "1:ff", "bfifo", "limit", "1")  # no packet is so small
+add = ["filter", "add", "dev", "eth0", "parent", "1:", "protocol", "ip"]
+first_packet = ["match", "ip", "protocol", "6", "0xff", "match", "u8", "0x02", "0xff", "at", "33"]
+tc(*add, "prio", "1", "u32", "match", "ip", "dport", sys.argv[1], "0xffff", "flowid", f"1:{default:x}")
+tc(*add, "prio", "2", "u32", *first_packet, "flowid", "1:ff")
+"""
+"""Lose what would open a connection to any other port, as a firewall would that lets one pass."""
+DIAL = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1.0)"
 
 
 def run(lab, host, code, *arguments):
@@ -37,10 +50,24 @@ def test_hosts_behind_routers_call_and_meet_at_one_that_can_be_dialled():
         for host in ("h0", *HIDDEN):
             assert run(lab, host, DIAL_NOBODY, *addresses) == (0, "")
         for address in addresses:
-            assert "TimeoutError" in run(lab, "h0", DIAL, address)[1]
-        assert "ConnectionRefusedError" in run(lab, "h1", DIAL, lab.plan.host("h0").address)[1]
+            assert "TimeoutError" in run(lab, "h0", DIAL, address, "9")[1]
+        assert "ConnectionRefusedError" in run(lab, "h1", DIAL, lab.plan.host("h0").address, "9")[1]
         hidden = {host: {"SYNCLINE_ADVERTISE": "none"} for host in HIDDEN}
         carried = carried_between(lab, start(lab, "lab_sharded.py", "2", of_hosts=hidden))
     # What the two say to each other passes there twice: a third of the model each way, in each half of a step.
     passed = carried[DirectedLink("h0", "up")] - carried[DirectedLink("h1", "up")]
     assert passed > 2 * 2 * (2 * NUM_BYTES / 3) * 0.5
+
+
+def test_a_whole_job_passes_through_one_port_of_each_host():
+    """Of two hosts with two ranks each: between them no other port can be reached, not that of the store either."""
+    topology = Topology.parse("{switch: core, children: [{host: 'h[0-1]', uplink: 1 Gbit/s, ranks: 2}]}")
+    with Lab(topology) as lab:
+        for host in ("h0", "h1"):
+            assert run(lab, host, DIAL_ONE_PORT, str(ONE_PORT)) == (0, "")
+        there = lab.plan.host("h0").address
+        assert "TimeoutError" in run(lab, "h1", DIAL, there, str(ONE_PORT + 1))[1]
+        assert "ConnectionRefusedError" in run(lab, "h1", DIAL, there, str(ONE_PORT))[1]
+        one = {"SYNCLINE_PORTS": str(ONE_PORT), "MASTER_PORT": str(ONE_PORT)}
+        carried = carried_between(lab, start(lab, "lab_sharded.py", "2", of_hosts={"h0": one, "h1": one}))
+    assert carried[DirectedLink("h1", "up")] > 2 * NUM_BYTES * 0.5

@@ -36,12 +36,12 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def start(commands: list[list[str]], folder: Path) -> list[str]:
+def start(commands: list[list[str]], folder: Path, **variables: str) -> list[str]:
     """Run commands to their end; see that all end well, and that no process and no file of theirs is left."""
     scratch, place = folder.parent / "scratch", folder.parent / "place"
     scratch.mkdir()
     place.mkdir()
-    environment = plain_environment() | {"TMPDIR": str(scratch)}
+    environment = plain_environment() | {"TMPDIR": str(scratch)} | variables
     ended = run_programs([Program(tuple(command), environment, place) for command in commands])
     assert not any(one.returncode for one in ended), ended
     assert not [*scratch.glob("syncline*")]  # torch leaves a folder of its own there
@@ -92,6 +92,23 @@ def test_a_machine_joins_a_job_of_two(rule: str, folder: Path) -> None:
     assert "failed" not in newcomer
     assert "[0>3] is in the job" in newcomer
     check_ended(folder, [0, 1, 2, 3])
+
+
+def test_a_machine_joins_a_job_whose_machines_have_one_port_each(folder: Path) -> None:
+    """Its store, ranks and newcomers share it; and here all machines are one."""
+    runtime, secret = folder.parent / "runtime", folder.parent / "secret"
+    runtime.mkdir(0o700)
+    secret.touch(0o600)
+    secret.write_text("s" * 32)
+    with reserved_port() as port:
+        of_job = ["--ranks", "3", "--master", f"127.0.0.1:{port}", "--elastic"]
+        known = ["--secret-file", str(secret), str(SCRIPT), str(folder), "spares", "4"]
+        commands = [[*RUN, *of_job, *known], [*RUN, "--join", f"127.0.0.1:{port}", "--host", "c0", *known]]
+        first, newcomer = start(commands, folder, SYNCLINE_PORTS=str(port), XDG_RUNTIME_DIR=str(runtime))
+    assert "syncline: rank 3 came in after step" in first
+    assert "[0>3] is in the job" in newcomer
+    check_ended(folder, [0, 1, 2, 3])
+    assert not [*(runtime / "syncline").iterdir()]
 
 
 def test_a_rank_that_is_killed_comes_back(folder: Path) -> None:

@@ -176,7 +176,9 @@ def test_thirty_connections_leave_nothing_behind():
     before = num_open()
     for _ in range(30):
         cycle()
-    assert num_open() == before
+    assert all(
+        now <= then for now, then in zip(num_open(), before, strict=True)
+    )  # other tests may end theirs meanwhile
 
 
 def test_a_rank_that_does_not_come_leaves_nothing_behind():

@@ -17,6 +17,7 @@ from functools import partial
 from syncline.fabric.dialling import AskedError, CalledError, Holds, greet
 from syncline.fabric.forks import close_in_children
 from syncline.fabric.handshake import Admission, FrameKeys, Refusal, RefusedError, Resume, Resumption, Terms
+from syncline.fabric.shared_port import SharedListener
 
 MAX_UNAUTHENTICATED = 64
 MAX_ACCEPTS_AT_ONCE = 16
@@ -37,7 +38,7 @@ class Acceptor:
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: socket.socket | SharedListener,
         terms: Terms,
         *,
         handshake_s: float,

@@ -42,8 +42,15 @@ LONGEST_PAUSE_S = 1.0
 _QUESTION_MAGIC = b"SYNCASKS"
 _QUESTION = struct.Struct("<8s32sQIIhI16s")
 _YES, _NO = b"Y", b"N"
-CALL_MAGIC, CALL_BYTES = b"SYNCCALL", 106
+CALL_MAGIC, CALL_BYTES = b"SYNCCALL", 110
 """A call (:mod:`syncline.fabric.reach`): whoever sends it wants the other side to begin the handshake."""
+ADDRESSED_BYTES = 60
+_ADDRESSED = {
+    MAGIC: struct.Struct("<12x32sQ4xI"),
+    _QUESTION_MAGIC: struct.Struct("<8x32sQ4xI"),
+    CALL_MAGIC: struct.Struct("<8x32sQ4xI"),
+}
+"""Where the first message on a connection says whom it is for."""
 
 
 class AskedError(Exception):
@@ -73,6 +80,12 @@ class Dialled(NamedTuple):
     connection_id: bytes
     number: int
     """0, or of the attempt at which it was opened, as it was not welcomed before."""
+
+
+def addressee(message: bytes) -> tuple[bytes, int, int] | None:
+    """Return the job, the start and the rank that a message of at least ``ADDRESSED_BYTES`` is for; None of others."""
+    fields = _ADDRESSED.get(message[: len(MAGIC)])
+    return None if fields is None else fields.unpack_from(message)
 
 
 async def read_exactly(sock: socket.socket, num_bytes: int) -> bytes:

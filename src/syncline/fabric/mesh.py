@@ -28,8 +28,9 @@ from syncline.fabric.reach import Reach, check_reach
 from syncline.fabric.rendezvous import AnyRendezvous, Generation, Member
 from syncline.fabric.reopening import Reopener
 from syncline.fabric.shared_host import MemoryOffers
+from syncline.fabric.shared_port import SharedListener, name_of, open_listener
 from syncline.fabric.sizing import fit_grants, fit_options, fit_window_sizes
-from syncline.fabric.sockets import advertised_endpoint, open_listening_socket, prepare_connected, resolve_address
+from syncline.fabric.sockets import advertised_endpoint, prepare_connected, resolve_address
 from syncline.fabric.tcp import TcpFabric, TraceSink
 from syncline.priorities.terms import Priorities
 from syncline.topology.topology import Topology
@@ -75,7 +76,7 @@ async def connect_tcp(
     address = resolve_address(options.address)
     options.check_exposure(address)
     check_open_files(rank, num_peers=world_size - 1, num_classes=options.num_classes)
-    listening = open_listening_socket(address, options)
+    listening = open_listener(address, options)
     try:
         host = topology.host_of(rank).name if topology else socket.gethostname()
         reached_at, port = advertised_endpoint(address, listening.getsockname()[1], options)
@@ -158,7 +159,7 @@ class _Mesh:
     def __init__(
         self,
         fabric: TcpFabric,
-        listening: socket.socket,
+        listening: socket.socket | SharedListener,
         generation: Generation,
         options: FabricOptions,
         topology: Topology | None,
@@ -203,6 +204,8 @@ class _Mesh:
         )
         self._prepare_peers()
         fabric.use_mesh(self)
+        if isinstance(listening, SharedListener):
+            listening.serve(name_of(self._terms.job, self._terms.epoch, self._terms.rank))
 
     def _prepare_peers(self) -> None:
         for peer in self._peers():

@@ -41,7 +41,8 @@ class FabricOptions:
     address: str | None = None
     """The address, interface or name of this machine to bind to; None is loopback."""
     ports: tuple[int, int] | None = None
-    """The first and the last port on which this rank may listen; None is any that is free."""
+    """The first and the last port on which this rank may listen; None is any that is free. If both are one, all ranks
+    of a host share it."""
     advertised: tuple[str, int] | None = None
     """Where others reach this rank, if not where it listens: an address, and a port, or 0 for that on which it does.
     ``NOWHERE``: only ranks of its own host reach it, and it connects to all others (:mod:`syncline.fabric.reach`)."""
@@ -116,6 +117,11 @@ class FabricOptions:
             "the job; give all ranks the same secret (SYNCLINE_SECRET_FILE, mode 0600, at least 32 bytes), or say "
             "insecure=True on a network that you trust"
         )
+
+    @property
+    def shares_port(self) -> bool:
+        """Whether all that listens on this host does so at one port (:mod:`syncline.fabric.shared_port`)."""
+        return self.ports is not None and self.ports[0] == self.ports[1]
 
     def decided_for(self, addresses: Collection[str]) -> FabricOptions:
         """Return these options where all ranks listen on ``addresses``: whether frames carry codes is decided.

@@ -33,7 +33,7 @@ from syncline.fabric.sockets import prepare_connected
 if TYPE_CHECKING:
     from syncline.fabric._native import Splices
 
-_CALL = struct.Struct("<8s32sQIIh16s32s")
+_CALL = struct.Struct("<8s32sQIIIh16s32s")
 _MAC_BYTES = 32
 assert _CALL.size == CALL_BYTES
 
@@ -126,12 +126,14 @@ class Reach:
 
     def take(self, message: bytes, sock: socket.socket) -> bool:
         """Take a socket on which somebody has called; False if the call is none of this job, or nothing for us."""
-        _, job, epoch, source, target, connection_class, _, mac = _CALL.unpack(message)
+        _, job, epoch, source, where, target, connection_class, _, mac = _CALL.unpack(message)
         is_ours = hmac.compare_digest(mac, _mac(self._terms, message[:-_MAC_BYTES])) and job == self._terms.job
         own, num_ranks = self._terms.rank, self._terms.world_size
-        if not is_ours or epoch != self._terms.epoch or source == target or max(source, target) >= num_ranks:
+        if not is_ours or (epoch, where) != (self._terms.epoch, own) or source == target:
             return False
-        if not CONTROL_CLASS <= connection_class < self._terms.num_classes or source == own:
+        if not CONTROL_CLASS <= connection_class < self._terms.num_classes:
+            return False
+        if source == own or max(source, target) >= num_ranks:
             return False
         if target != own:
             self._meet(_Call(source, target, connection_class), sock)
@@ -183,7 +185,7 @@ class Reach:
     async def _call_at(self, where: int, peer: int, connection_class: int, connect_s: float | None) -> socket.socket:
         sock = await self._connect(where, connect_s)
         terms, nonce = self._terms, secrets.token_bytes(16)
-        named = (CALL_MAGIC, terms.job, terms.epoch, terms.rank, peer, connection_class, nonce)
+        named = (CALL_MAGIC, terms.job, terms.epoch, terms.rank, where, peer, connection_class, nonce)
         body = _CALL.pack(*named, bytes(_MAC_BYTES))[:-_MAC_BYTES]
         try:
             await asyncio.get_running_loop().sock_sendall(sock, body + _mac(terms, body))

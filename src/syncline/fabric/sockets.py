@@ -77,8 +77,8 @@ def open_listening_socket(address: str, options: FabricOptions, *, port: int = 0
     Raises :class:`ConfigurationError` also where the kernel refuses the congestion control that was asked for.
     """
     if port:
-        return _listen_at(address, options, port)
-    return listen_in_range(address, options.ports, lambda number: _listen_at(address, options, number))
+        return listen_at(address, options, port)
+    return listen_in_range(address, options.ports, lambda number: listen_at(address, options, number))
 
 
 def listen_in_range(
@@ -101,12 +101,15 @@ def listen_in_range(
     )
 
 
-def _listen_at(address: str, options: FabricOptions, port: int) -> socket.socket:
+def listen_at(address: str, options: FabricOptions, port: int, *, is_shared: bool = False) -> socket.socket:
+    """Listen at ``port`` (0: a free one); ``is_shared``: beside other processes of this user that share it too."""
     sock = _open(address, options)
     _check_congestion(sock, options)
     try:
         if port:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the next start need not wait for the last one
+        if is_shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind((address, port))
         sock.listen(BACKLOG)
     except OSError as error:

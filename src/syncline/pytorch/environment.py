@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from syncline.arguments import Seconds, check_fields
-from syncline.endpoints import MAX_PORT, parse_endpoint, without_brackets
+from syncline.endpoints import MAX_PORT, parse_endpoint, parse_ports, without_brackets
 from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
 from syncline.fabric.options import NOWHERE
@@ -207,7 +207,7 @@ def _choose_master(
     if group is not None:
         return group.address or without_brackets(values.get("MASTER_ADDR", "")) or None, None
     address = without_brackets(values.get("MASTER_ADDR", "")) or place.master_address
-    ports = _choose_ports(values, said)
+    ports = parse_ports(said.ports or values.get("SYNCLINE_PORTS") or "")
     port = whole_number(values, "MASTER_PORT", ports[0] if ports and place.master_port else place.master_port or 0)
     if place.world_size > 1 and not (address and (port or values.get("MASTER_PORT"))):
         raise ConfigurationError(
@@ -257,7 +257,7 @@ def _choose_fabric(values: Mapping[str, str], said: Arguments) -> FabricOptions:
         authenticate_frames=_choice(values, "SYNCLINE_AUTHENTICATE_FRAMES", said.authenticate_frames),
         binds_thread=_switch(values, "SYNCLINE_BIND_THREAD", said.bind_thread),
         congestion=said.congestion or values.get("SYNCLINE_CONGESTION") or None,
-        ports=_choose_ports(values, said),
+        ports=parse_ports(said.ports or values.get("SYNCLINE_PORTS") or ""),
         advertised=_choose_advertised(values, said),
     )
     times = choose_times(
@@ -268,17 +268,6 @@ def _choose_fabric(values: Mapping[str, str], said: Arguments) -> FabricOptions:
         stall_s=said.stall_s,
     )
     return with_times(options, **times)
-
-
-def _choose_ports(values: Mapping[str, str], said: Arguments) -> tuple[int, int] | None:
-    text = said.ports or values.get("SYNCLINE_PORTS") or ""
-    if not text:
-        return None
-    first, dash, last = (part.strip() for part in text.partition("-"))
-    numbers = (first, last if dash else first)
-    if not all(number.isdecimal() for number in numbers) or not 0 < int(first) <= int(numbers[1]) <= MAX_PORT:
-        raise ConfigurationError(f"ports must be FIRST-LAST, from 1 to {MAX_PORT}, as 29600-29631, not {text!r}")
-    return int(first), int(numbers[1])
 
 
 def _choose_advertised(values: Mapping[str, str], said: Arguments) -> tuple[str, int] | None:

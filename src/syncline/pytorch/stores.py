@@ -16,14 +16,16 @@ import threading
 import time
 from concurrent.futures import Future
 from datetime import timedelta
+from weakref import finalize
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from syncline.endpoints import format_endpoint
-from syncline.errors import RendezvousError
+from syncline.errors import ConfigurationError, RendezvousError
 from syncline.fabric import FabricOptions
 from syncline.fabric.rendezvous import FIRST_LINE_S, LINE_S
+from syncline.fabric.shared_port import SharedStore
 from syncline.fabric.sockets import listen_in_range
 from syncline.pytorch.environment import Environment
 from syncline.updates.private_torch import default_store
@@ -31,6 +33,7 @@ from syncline.updates.private_torch import default_store
 ANSWER_S = 30.0
 """How long the store may take to answer."""
 PROBE_S = 1.0
+LOOPBACK = "127.0.0.1"
 BACKLOG = 1024
 
 _log = logging.getLogger(__name__)
@@ -88,13 +91,22 @@ def open_store(environment: Environment) -> TorchStore | LocalStore:
     assert environment.master_address is not None, "checked when the environment was read"
     assert environment.master_port is not None, "checked when the environment was read"
     host, port, options = environment.master_address, environment.master_port, environment.fabric
-    listening = None
-    if environment.rank == 0 and not environment.uses_agent_store:
-        assert options.address is not None, "resolved before ranks meet"
-        listening = _listen(host, port, options, address=options.address)
-        host = listening.getsockname()[0]  # rank 0 dials itself where it listens, whatever the name means elsewhere
     line_s = FIRST_LINE_S if environment.rank <= 1 else LINE_S  # one of many that wait says so first
-    return TorchStore(_open_in_time(host, port, listening, timeout_s=options.connect_s, line_s=line_s))
+    if environment.rank != 0 or environment.uses_agent_store:
+        return TorchStore(_open_in_time(host, port, None, timeout_s=options.connect_s, line_s=line_s))
+    assert options.address is not None, "resolved before ranks meet"
+    with contextlib.ExitStack() as stack:
+        if options.ports == (port, port):
+            shared = SharedStore(options.address, port, options)
+            stack.callback(shared.close)
+            listening = shared.listening
+        else:
+            listening = _listen(host, port, options, address=options.address)
+        # It dials itself where it listens, whatever the name means elsewhere.
+        host, port = listening.getsockname()[:2]
+        opened = TorchStore(_open_in_time(host, port, listening, timeout_s=options.connect_s, line_s=line_s))
+        finalize(opened, stack.pop_all().close)
+        return opened
 
 
 def store_of_group() -> TorchStore:
@@ -104,7 +116,12 @@ def store_of_group() -> TorchStore:
 
 def serve_store(options: FabricOptions) -> tuple[Store, int]:
     """Serve a store of this rank's own, on the address that its fabric uses; return it and its port."""
-    address = options.address or "127.0.0.1"
+    address = options.address or LOOPBACK
+    if options.shares_port:
+        raise ConfigurationError(
+            "reconfigure() serves a store of its own, which cannot share the one port that ranks may listen on; name "
+            "more (SYNCLINE_PORTS, as 29600-29631)"
+        )
     listening = listen_in_range(address, options.ports, lambda port: _listen_on(address, port, options))
     port: int = listening.getsockname()[1]
     return _open_in_time(address, port, listening, timeout_s=options.connect_s), port

@@ -12,8 +12,9 @@ from syncline.cli.launcher.job import Job
 from syncline.cli.launcher.restarts import RestartLimits
 from syncline.cli.launcher.scratch import reserved_port
 from syncline.cli.launcher.supervisor import Limits
-from syncline.endpoints import MAX_PORT, format_endpoint, own_address
+from syncline.endpoints import MAX_PORT, format_endpoint, own_address, parse_ports
 from syncline.errors import ConfigurationError
+from syncline.variables import process_variables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,10 @@ def open_doors(elastic: Elasticity | None, job: Job, restarts: RestartLimits) ->
     if elastic is None:
         yield Doors(elastic=None)
         return
-    if restarts.count and not job.is_whole and job.join is None and elastic.join_port is None:
+    ports_of_all = parse_ports(process_variables().get("SYNCLINE_PORTS", ""))
+    shared = ports_of_all[0] if ports_of_all and ports_of_all[0] == ports_of_all[1] else None
+    join_port = elastic.join_port or shared
+    if restarts.count and not job.is_whole and job.join is None and join_port is None:
         raise ConfigurationError(
             "--elastic and --restarts on several machines need --join-port PORT, the same on all: a machine that has "
             "lost all its ranks joins again at the master's"
@@ -82,13 +86,15 @@ def open_doors(elastic: Elasticity | None, job: Job, restarts: RestartLimits) ->
         None if job.is_whole else own_address(job.master_address, what="--join" if job.join else "--master")
     ) or "127.0.0.1"
     with ExitStack() as stack:
-        if elastic.join_port is None:
+        if join_port is None:
             ports = {rank: stack.enter_context(reserved_port(address)) for rank in ranks}
+        elif join_port == shared:
+            ports = dict.fromkeys(ranks, join_port)
         else:
-            ports = {rank: elastic.join_port + place for place, rank in enumerate(ranks)}
+            ports = {rank: join_port + place for place, rank in enumerate(ranks)}
         far = job.join
-        if far is None and not job.is_whole and elastic.join_port is not None:
-            far = format_endpoint(job.master_address, elastic.join_port)
+        if far is None and not job.is_whole and join_port is not None:
+            far = format_endpoint(job.master_address, join_port)
         yield Doors(
             elastic=elastic,
             is_whole=job.is_whole,

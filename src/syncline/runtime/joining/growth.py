@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ from syncline.endpoints import format_endpoint
 from syncline.errors import ConfigurationError, DeadlineError, HandshakeError, RendezvousError, SynclineError
 from syncline.fabric import FabricOptions, TcpFabric, connect_tcp
 from syncline.fabric.rendezvous import FIRST_LINE_S, LINE_S, Generation, Member
-from syncline.fabric.sockets import advertised_endpoint, open_listening_socket, resolve_address
+from syncline.fabric.shared_port import SharedListener, open_listener
+from syncline.fabric.sockets import advertised_endpoint, resolve_address
 from syncline.members.job_record import NO_FLAGS, Address, Flags, JobRecord, address_of
 from syncline.runtime.joining.connection import JoinConnection, Message, dial_member
 from syncline.runtime.joining.server import VERSION, JoinServer
@@ -288,7 +290,12 @@ class Entry:
             timeout_s=timeout_s,
             is_once=self._is_over,
         )
-        fields = {"machine": self.machine, "join_address": self.join_address, "topology": self.topology}
+        fields = {
+            "machine": self.machine,
+            "join_address": self.join_address,
+            "shares_port": self.options.shares_port,
+            "topology": self.topology,
+        }
         await connection.send("join", version=VERSION, **fields)
         try:
             async with asyncio.timeout(self.options.handshake_s):
@@ -498,10 +505,10 @@ class Growth:
         part.loop.stop()
 
 
-def _listen(address: str, options: FabricOptions, port: int) -> Any:
+def _listen(address: str, options: FabricOptions, port: int) -> socket.socket | SharedListener:
     for number in range(port, port + MAX_PORTS):
         try:
-            return open_listening_socket(address, options, port=number)
+            return open_listener(address, options, port=number)
         except ConfigurationError:
             if not port or number + 1 == port + MAX_PORTS:
                 raise

@@ -22,6 +22,7 @@ from syncline.errors import TopologyError
 from syncline.fabric import FabricOptions
 from syncline.fabric.acceptor import Acceptor
 from syncline.fabric.handshake import FrameKeys
+from syncline.fabric.shared_port import SharedListener, name_of
 from syncline.fabric.sockets import prepare_connected
 from syncline.members.job_record import Attempt, Flags, JobRecord, Newcomer, address_of
 from syncline.runtime.joining.connection import JoinConnection, Message, join_terms
@@ -49,7 +50,7 @@ class _Asker:
 class JoinServer:
     """Serves newcomers and members on ``sock``, which listens; ``open`` says that the job can grow."""
 
-    def __init__(self, sock: socket.socket, options: FabricOptions, terms: Mapping[str, Any]) -> None:
+    def __init__(self, sock: socket.socket | SharedListener, options: FabricOptions, terms: Mapping[str, Any]) -> None:
         """``terms``: what newcomers are told of the job, and take over."""
         self._options = options
         self._terms = dict(terms)
@@ -64,6 +65,7 @@ class JoinServer:
         self._lock = threading.Lock()
         self._timers: list[asyncio.TimerHandle] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._socket = sock
         self._acceptor = Acceptor(
             sock,
             join_terms(options, is_member=True),
@@ -86,6 +88,9 @@ class JoinServer:
             self._attempt.is_decided = False  # the commit that would have switched was that of no epoch
         self._abandon("the members of the job changed meanwhile; it is begun anew")
         self._job, self._rank, self._lines, self._why_not = job, rank, tuple(lines), why_not
+        if isinstance(self._socket, SharedListener):  # who leads is the first of its host's
+            terms = join_terms(self._options, is_member=True)
+            self._socket.serve(name_of(terms.job, terms.epoch, terms.rank), order=rank)
         if why_not:
             self._refuse([asker for asker in self._askers if asker.newcomer is not None], why_not)
         self._look()
@@ -190,7 +195,7 @@ class JoinServer:
             why = f"the job runs Syncline {VERSION}, this process {message['version']}; install the same"
         elif job is None or self._why_not:
             why, again = self._why_not, self._why_not == NOT_YET
-        elif newcomer.join_address in job.join_addresses:
+        elif newcomer.join_address in job.join_addresses and not message["shares_port"]:
             why = "it is a member of the job already"
         elif self._rank:
             return {"kind": "elsewhere", "addresses": job.join_addresses}
