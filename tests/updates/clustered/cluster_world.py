@@ -13,8 +13,19 @@ from dataclasses import dataclass, field
 
 from frozen_state import frozen
 
-from syncline.updates.clustered.instructions import Abandon, Enter, Instruction, Run, Send, Stop
-from syncline.updates.clustered.messages import Agreed, Clusters, Contribution, Envelope
+from syncline.updates.clustered.messages import (
+    Abandon,
+    Agreed,
+    Clusters,
+    Contribution,
+    Enter,
+    Envelope,
+    Instruction,
+    Provided,
+    Run,
+    Send,
+    Stop,
+)
 from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.record_schedule import Kind, Record, RecordSchedule
 from syncline.updates.clustered.server import ServerState
@@ -25,12 +36,10 @@ KINDS = ("deliver", "notice", "finish", "late")
 Symbol = tuple
 
 
-class Symbols:
-    """Reckons with symbols."""
-
-    def mean(self, record: Record, contributions: Mapping[int, Contribution]) -> Symbol:
-        assert all(message.payload == ("gradient", rank, record.index) for rank, message in contributions.items())
-        return ("mean", record.index, tuple(sorted(contributions)))
+def mean_of_symbols(contributions: Mapping[int, Contribution]) -> Symbol:
+    [index] = {message.index for message in contributions.values()}
+    assert all(message.payload == ("gradient", rank, index) for rank, message in contributions.items())
+    return ("mean", index, tuple(sorted(contributions)))
 
 
 @dataclass
@@ -73,7 +82,7 @@ class World:
                     rank=rank,
                     clusters=clusters,
                     record_schedule=record_schedule,
-                    arithmetic=Symbols(),
+                    mean=mean_of_symbols,
                     quorum=quorum,
                     reclusters=propose is not None,
                 ),
@@ -118,8 +127,8 @@ class World:
         if record.kind is Kind.AVERAGE and self.propose is not None:
             clusters = self.propose(rank, record.term)
         measurement = (("of", rank),) if record.is_outer_round else ()
-        instructions = player.node.provide(samples=1.0, payload=payload, measurement=measurement, clusters=clusters)
-        self.perform(rank, instructions)
+        provided = Provided(samples=1.0, payload=payload, measurement=measurement, clusters=clusters)
+        self.perform(rank, player.node.provide(provided))
 
     def perform(self, rank: int, instructions: Sequence[Instruction]) -> None:
         player = self.players[rank]
@@ -134,9 +143,9 @@ class World:
                 self.runs[rank, index] = instruction
                 self.fresh |= {("finish", server, index) for _, server in instruction.participants}
             elif isinstance(instruction, Abandon):
-                run = self.runs.get((rank, instruction.record.index))
-                if run is not None and run.participants == instruction.participants:
-                    self.late.append((rank, self.runs.pop((rank, instruction.record.index))))
+                key = (rank, instruction.run.record.index)
+                if self.runs.get(key) == instruction.run:
+                    self.late.append((rank, self.runs.pop(key)))
                     self.fresh.add(LATE)
             elif isinstance(instruction, Stop):
                 player.stop = instruction.reason
@@ -232,13 +241,7 @@ class World:
         self.report(rank, run, self.finished[key])
 
     def report(self, rank: int, run: Run, result: Symbol) -> None:
-        instructions = self.players[rank].node.finish_outer_round(
-            record=run.record,
-            participants=run.participants,
-            samples=run.samples,
-            payload=result,
-        )
-        self.perform(rank, instructions)
+        self.perform(rank, self.players[rank].node.finish_outer_round(run, result))
 
     def kept_after_death(self, rank: int) -> list[dict[int, int]]:
         """Every way in which a first part of what a rank sent to each other rank may still arrive."""

@@ -26,7 +26,7 @@ import syncline
 from rank_nursery import warm_up
 from rank_scripts import reserved_port
 from syncline.updates.clustered import rule as clustered_rule
-from syncline.updates.clustered.instructions import Enter, Instruction
+from syncline.updates.clustered.messages import Enter, Instruction
 from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.server import ServerState
 

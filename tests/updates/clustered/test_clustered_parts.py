@@ -13,11 +13,10 @@ from syncline.machines.inventory import Inventory
 from syncline.runtime.tags import first_tag
 from syncline.schedule import Collective, Layout, choose
 from syncline.topology import Topology
-from syncline.updates.clustered.driver import VectorArithmetic
+from syncline.updates.clustered.driver import mean_of
 from syncline.updates.clustered.grouping import check_clusters, group
 from syncline.updates.clustered.messages import Agreed, Contribution, Envelope, Join, decode_envelope, encode_envelope
 from syncline.updates.clustered.outer_rounds import ServersCall
-from syncline.updates.clustered.record_schedule import RecordSchedule
 from syncline.updates.flat import VectorShape, combine
 from syncline.updates.messaging.mailbox import HEAD_BYTES, Mailbox, MessageStream
 
@@ -47,16 +46,15 @@ def test_halves_are_summed_in_single_precision() -> None:
 
 
 def test_the_mean_is_weighted_by_samples_and_leaves_out_who_has_no_gradient() -> None:
-    record = RecordSchedule(period=1, reelect_every=1).record(0)
     given = {
         2: Contribution(term=0, index=0, samples=3.0, payload=vector_of(1.0)),
         0: Contribution(term=0, index=0, samples=1.0, payload=vector_of(5.0)),
         1: Contribution(term=0, index=0, samples=0.0, payload=None),
     }
-    mean = VectorArithmetic().mean(record, given)
+    mean = mean_of(given)
     assert mean is not None
     assert mean.parts[0].tolist() == [2.0] * 5
-    assert VectorArithmetic().mean(record, {1: given[1]}) is None
+    assert mean_of({1: given[1]}) is None
 
 
 def make_mailbox(port, on_message) -> Mailbox[Envelope]:

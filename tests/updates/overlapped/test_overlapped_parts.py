@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from syncline.errors import ConfigurationError
 from syncline.topology import Topology
-from syncline.updates.messaging.records import encode_record
+from syncline.updates.messaging.mailbox import encode_record
 from syncline.updates.overlapped.arithmetic import Feed, add_mean, average, correction
 from syncline.updates.overlapped.events import End, Hello, Push, Reply, ReplyAverage, Use
 from syncline.updates.overlapped.messages import Answer, BucketLayout, LeftBehind, Note, Question, decode_note

@@ -18,13 +18,18 @@ from syncline.observe import Trace
 from syncline.runtime import Communicator
 from syncline.runtime.failures import AS_MANY_BATCHES, LOOK
 from syncline.runtime.port import BULK_CLASS, Port
-from syncline.updates.clustered.instructions import Abandon, Enter, Instruction, Run, Send, Stop
 from syncline.updates.clustered.messages import (
+    Abandon,
     Agreed,
-    Clusters,
     Contribution,
+    Enter,
     Envelope,
+    Instruction,
     Measurement,
+    Provided,
+    Run,
+    Send,
+    Stop,
     decode_envelope,
     encode_envelope,
 )
@@ -42,15 +47,12 @@ ANSWER_S = 5.0
 """How long the loop may take to say what it is doing."""
 
 
-class VectorArithmetic:
-    """Reckons with vectors for the protocol."""
-
-    def mean(self, record: Record, contributions: Mapping[int, Contribution]) -> Vector | None:  # noqa: ARG002
-        """Return the mean of the gradients, weighted by samples and added in rank order; None if there are none."""
-        given = [contributions[rank] for rank in sorted(contributions) if contributions[rank].payload is not None]
-        if sum(one.samples for one in given) <= 0:
-            return None
-        return combine([one.payload for one in given], shares([one.samples for one in given]))
+def mean_of(contributions: Mapping[int, Contribution]) -> Vector | None:
+    """Return the mean of the gradients, weighted by samples and added in rank order; None if there are none."""
+    given = [contributions[rank] for rank in sorted(contributions) if contributions[rank].payload is not None]
+    if sum(one.samples for one in given) <= 0:
+        return None
+    return combine([one.payload for one in given], shares([one.samples for one in given]))
 
 
 class ClusterDriver(Driver):
@@ -94,12 +96,10 @@ class ClusterDriver(Driver):
         """Join the first temporary server."""
         self._port.call_soon(self._begin)
 
-    def provide(
-        self, *, samples: float, payload: Vector | None, measurement: Measurement = (), clusters: Clusters = ()
-    ) -> None:
+    def provide(self, provided: Provided) -> None:
         """Give what the next record needs; the payload must not change any more."""
         self.raise_failure()
-        self._port.call_soon(self._provide, samples, payload, measurement, clusters)
+        self._port.call_soon(self._provide, provided)
 
     def measurements(self) -> dict[int, Measurement]:
         """Return what this rank heard of others if it is the one whose proposal counts in this term; else nothing."""
@@ -159,9 +159,9 @@ class ClusterDriver(Driver):
         self._perform(self._node.begin())
         self._watch()
 
-    def _provide(self, samples: float, payload: Vector | None, measurement: Measurement, clusters: Clusters) -> None:
+    def _provide(self, provided: Provided) -> None:
         self._recorder.provided()
-        self._perform(self._node.provide(samples=samples, payload=payload, measurement=measurement, clusters=clusters))
+        self._perform(self._node.provide(provided))
 
     def _hear(self, peer: int, envelope: Envelope) -> None:
         self._mailbox.listen(peer)
@@ -239,7 +239,7 @@ class ClusterDriver(Driver):
                 self._recorder.began(instruction, self._outer_rounds.sent_bytes)
                 self._outer_rounds.run(instruction, self._finish)
             elif isinstance(instruction, Abandon):
-                self._outer_rounds.abandon(instruction.record, instruction.participants)
+                self._outer_rounds.abandon(instruction.run)
             else:
                 self._stop(instruction)
         if self._last_statistics is None:
@@ -257,13 +257,7 @@ class ClusterDriver(Driver):
 
     def _finish(self, run: Run, payload: Vector) -> None:
         self._recorder.ended(run, self._outer_rounds.sent_bytes)
-        instructions = self._node.finish_outer_round(
-            record=run.record,
-            participants=run.participants,
-            samples=run.samples,
-            payload=payload,
-        )
-        self._perform(instructions)
+        self._perform(self._node.finish_outer_round(run, payload))
 
     def _stop(self, stop: Stop) -> None:
         who, accused = self._port.describe_peer, stop.accused

@@ -10,17 +10,14 @@ until the next outer round is agreed, other clusters may still lack the last one
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import Enum
 
 from syncline.updates.clustered.messages import (
     Agreed,
-    Clusters,
     Contribution,
     Join,
-    Measurement,
     Message,
-    Payload,
+    Provided,
 )
 from syncline.updates.clustered.record_schedule import Kind, Record, RecordSchedule
 from syncline.updates.clustered.view import View
@@ -40,18 +37,6 @@ _AWAITING = {
     Kind.RESULT: MemberState.AWAITING_RESULT,
     Kind.AVERAGE: MemberState.AWAITING_AVERAGE,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Provided:
-    """What this rank has in place for a record."""
-
-    index: int
-    samples: float
-    payload: Payload = field(repr=False)
-    measurement: Measurement = ()
-    clusters: Clusters = ()
-    """Those that it proposes for the next term, none to keep the old ones."""
 
 
 class Member:
@@ -93,8 +78,7 @@ class Member:
 
     def provide(self, provided: Provided) -> list[tuple[int, Message]]:
         """Contribute to the next record."""
-        assert provided.index == self.position + 1, f"{self!r} was given record {provided.index}"
-        self.provided[provided.index] = provided
+        self.provided[self.position + 1] = provided
         return self.follow()
 
     def take(self, agreed: Agreed) -> bool:

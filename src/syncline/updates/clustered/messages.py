@@ -1,4 +1,6 @@
-"""What members and servers say to one another. A message may have a payload: vectors, which the protocol never opens.
+"""What members and servers say to one another, and what they tell the one who drives them to do.
+
+The protocol itself does no I/O and no arithmetic. A message may have a payload: vectors, which it never opens.
 
 Every message names its term; one of a term that is over is refused. On its way it lies in an :class:`Envelope`, which
 carries whom its sender takes for dead: that knowledge only grows, so all ranks come to agree on it.
@@ -6,12 +8,14 @@ carries whom its sender takes for dead: that knowledge only grows, so all ranks 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from syncline.members import is_believed
+from syncline.updates.clustered.record_schedule import Record
 from syncline.updates.flat import Vector, VectorShape
-from syncline.updates.messaging.records import decode_record, encode_record
+from syncline.updates.messaging.mailbox import decode_record, encode_record
 
 Payload = Any
 """A vector to those who reckon with it, and nothing but a thing to hand on here."""
@@ -24,6 +28,17 @@ Clusters = tuple[tuple[int, ...], ...]
 
 Measurement = tuple[tuple[str, Any], ...]
 """What a rank tells of itself, by name, so that clusters can be made anew; the protocol hands it on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provided:
+    """What a rank has in place for the record that it needs next."""
+
+    samples: float
+    payload: Payload = field(default=None, repr=False)
+    measurement: Measurement = ()
+    clusters: Clusters = ()
+    """Those that it proposes for the next term, none to keep the old ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,3 +169,54 @@ def decode_envelope(text: bytes, shape: VectorShape) -> tuple[Envelope, list[mem
         return envelope, []
     vector = shape.times(beside[NUM_VECTORS]).empty()
     return replace(envelope, message=replace(envelope.message, payload=vector)), [vector.memory]
+
+
+# --- what the protocol tells the one who drives it ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Send a message, with its payload if it has one."""
+
+    peer: int
+    envelope: Envelope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enter:
+    """This rank now holds ``agreed``: apply it, and provide what the next record needs."""
+
+    record: Record
+    agreed: Agreed = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Exchange ``payload`` with the other participants, and report :meth:`Node.finish_outer_round`."""
+
+    record: Record
+    participants: Participants
+    samples: tuple[float, ...]
+    """Of each participant, in their order."""
+    payload: Payload = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abandon:
+    """Give up the outer round that runs: its participants are no longer those that are alive."""
+
+    run: Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """This rank cannot go on; ``accused`` are the ranks at fault."""
+
+    reason: str
+    accused: tuple[int, ...]
+
+
+Instruction = Send | Enter | Run | Abandon | Stop
+
+Mean = Callable[[Mapping[int, Contribution]], Payload]
+"""Returns the mean of gradients, by ranks; passed in, so that tests can reckon with symbols."""

@@ -6,24 +6,28 @@ from collections.abc import Iterable, Sequence
 
 from syncline.errors import UpdateError
 from syncline.members import Quorum
-from syncline.updates.clustered.instructions import Arithmetic, Enter, Instruction, Send, Stop
-from syncline.updates.clustered.member import Member, MemberState, Provided
+from syncline.updates.clustered.member import Member, MemberState
 from syncline.updates.clustered.messages import (
     Agreed,
-    Clusters,
     Contribution,
+    Enter,
     Envelope,
     Farewell,
+    Instruction,
     Join,
+    Mean,
     Measurement,
     Message,
     Notice,
-    Participants,
     Payload,
+    Provided,
     Ready,
+    Run,
+    Send,
+    Stop,
     Supply,
 )
-from syncline.updates.clustered.record_schedule import Record, RecordSchedule
+from syncline.updates.clustered.record_schedule import RecordSchedule
 from syncline.updates.clustered.server import Server
 from syncline.updates.clustered.view import View
 
@@ -42,7 +46,7 @@ class Node:
         rank: int,
         clusters: Sequence[Sequence[int]],
         record_schedule: RecordSchedule,
-        arithmetic: Arithmetic,
+        mean: Mean,
         quorum: float = 0.5,
         reclusters: bool = False,
     ) -> None:
@@ -54,7 +58,7 @@ class Node:
         self.num_replaced = 0
         self.departed: set[int] = set()
         self.stopped: str | None = None
-        self._arithmetic = arithmetic
+        self._mean = mean
         self._quorum = Quorum(part=quorum)
         self.measurements: dict[int, Measurement] = {}
         """The newest that this rank, as a server, heard of each rank."""
@@ -78,18 +82,9 @@ class Node:
         self._post(self.member.follow())
         return self._flush()
 
-    def provide(
-        self, *, samples: float, payload: Payload, measurement: Measurement = (), clusters: Clusters = ()
-    ) -> list[Instruction]:
+    def provide(self, provided: Provided) -> list[Instruction]:
         """Note that what the next record needs of this rank is in place."""
         if self.stopped is None:
-            provided = Provided(
-                index=self.member.position + 1,
-                samples=samples,
-                payload=payload,
-                measurement=measurement,
-                clusters=clusters,
-            )
             self._post(self.member.provide(provided))
         return self._flush()
 
@@ -138,18 +133,11 @@ class Node:
         """Whether everyone who lives needs nothing any more."""
         return self.stopped is not None or self.departed.issuperset(self.view.live())
 
-    def finish_outer_round(
-        self,
-        *,
-        record: Record,
-        participants: Participants,
-        samples: tuple[float, ...],
-        payload: Payload,
-    ) -> list[Instruction]:
+    def finish_outer_round(self, run: Run, payload: Payload) -> list[Instruction]:
         """Take the outcome of the outer round that was asked for."""
-        server = self.servers.get(record.term)
+        server = self.servers.get(run.record.term)
         if server is not None and self.stopped is None:
-            server.finish_outer_round(record, participants, samples, payload)
+            server.finish_outer_round(run, payload)
             self._gather(server)
         return self._flush()
 
@@ -290,13 +278,7 @@ class Node:
         if not self.member.oldest_term <= term <= self.term + 1 or self.view.own_server(term) != self.view.rank:
             return None
         if term not in self.servers:
-            self.servers[term] = Server(
-                self.view,
-                self.record_schedule,
-                self.member,
-                self._arithmetic,
-                term=term,
-            )
+            self.servers[term] = Server(self.view, self.record_schedule, self.member, self._mean, term=term)
         return self.servers[term]
 
     def _take(self, peer: int, agreed: Agreed) -> None:

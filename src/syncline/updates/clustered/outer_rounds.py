@@ -23,9 +23,7 @@ from syncline.runtime.tags import NUMBER_MASK, first_tag
 from syncline.schedule import Collective, Layout, Schedule, choose
 from syncline.tensors.memory import bytes_of, reduction_for
 from syncline.topology import Topology
-from syncline.updates.clustered.instructions import Run
-from syncline.updates.clustered.messages import Participants
-from syncline.updates.clustered.record_schedule import Record
+from syncline.updates.clustered.messages import Participants, Run
 from syncline.updates.flat import Vector, shares
 
 SLICE_BYTES = 1 << 20
@@ -48,7 +46,7 @@ class OuterRounds:
         self._topology = topology
         self._stream = stream
         self._schedules: dict[Participants, Schedule] = {}
-        self._calls: dict[tuple[int, Participants], ServersCall] = {}
+        self._calls: dict[Run, ServersCall] = {}
         self._abandoned: list[ServersCall] = []
         self.sent_bytes = 0
 
@@ -63,9 +61,9 @@ class OuterRounds:
         ]
         self._start(run, schedule, parts, lambda: finish(run, mean))
 
-    def abandon(self, record: Record, participants: Participants) -> None:
+    def abandon(self, run: Run) -> None:
         """Give up an outer round."""
-        call = self._calls.pop((record.index, participants), None)
+        call = self._calls.pop(run, None)
         if call is not None:
             call.abandon()
             self._abandoned.append(call)
@@ -79,11 +77,10 @@ class OuterRounds:
         return self._schedules[participants]
 
     def _start(self, run: Run, schedule: Schedule, parts: Parts, done: Callable[[], None]) -> None:
-        key = (run.record.index, run.participants)
-        attempt = zlib.crc32(json.dumps([*key, schedule.digest]).encode()) & NUMBER_MASK
+        attempt = zlib.crc32(json.dumps([run.record.index, run.participants, schedule.digest]).encode()) & NUMBER_MASK
 
         def finished() -> None:
-            self.sent_bytes += self._calls.pop(key).sent_bytes
+            self.sent_bytes += self._calls.pop(run).sent_bytes
             for abandoned in self._abandoned:
                 abandoned.forget()
             self._abandoned.clear()
@@ -91,7 +88,7 @@ class OuterRounds:
 
         servers = [rank for _, rank in run.participants]
         tag = first_tag(self._stream, attempt, FIRST_SLICE)
-        call = self._calls[key] = ServersCall(self._port, servers, schedule, parts, tag=tag, on_done=finished)
+        call = self._calls[run] = ServersCall(self._port, servers, schedule, parts, tag=tag, on_done=finished)
         call.start()
 
 

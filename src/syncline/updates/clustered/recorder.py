@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from syncline.observe import Trace
-from syncline.updates.clustered.instructions import Run
+from syncline.updates.clustered.messages import Run
 from syncline.updates.clustered.record_schedule import Kind, Record
 from syncline.updates.clustered.view import View
 

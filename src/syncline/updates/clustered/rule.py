@@ -17,9 +17,9 @@ from syncline.machines.measurement import read_machine
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
 from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.clustered.contribution import Contributions
-from syncline.updates.clustered.driver import ClusterDriver, VectorArithmetic
+from syncline.updates.clustered.driver import ClusterDriver, mean_of
 from syncline.updates.clustered.grouping import ClusterChoice, Clusters, agree_on_clusters, measure_hosts
-from syncline.updates.clustered.messages import Agreed, Measurement
+from syncline.updates.clustered.messages import Agreed, Measurement, Provided
 from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.pace import Pace
 from syncline.updates.clustered.period import Period
@@ -212,7 +212,7 @@ class ClusteredUpdater(WholeUpdater):
             rank=port.rank,
             clusters=self.clusters,
             record_schedule=self.record_schedule,
-            arithmetic=VectorArithmetic(),
+            mean=mean_of,
             quorum=rule.quorum,
             reclusters=rule.recluster_every > 0,
         )
@@ -310,7 +310,7 @@ class ClusteredUpdater(WholeUpdater):
         """Return the cluster's mean."""
         if self._pace is not None:
             self._pace.computed(is_batch=gradients is not None)
-        mean: Vector | None = self._agree(samples, gradients, "cluster mean").payload
+        mean: Vector | None = self._agree(Provided(samples=samples, payload=gradients), "cluster mean").payload
         if self._pace is not None:
             self._pace.began()
         return mean
@@ -325,7 +325,8 @@ class ClusteredUpdater(WholeUpdater):
         cluster = next(number for number, ranks in enumerate(self.clusters) if self.collectives.rank in ranks)
         if self._contributions is not None:
             own = self._contributions.bring(own, cluster, len(self.clusters))
-        agreed = self._agree(samples, own, "exchange of clusters", measurement=self._measurement())
+        provided = Provided(samples=samples, payload=own, measurement=self._measurement())
+        agreed = self._agree(provided, "exchange of clusters")
         result: Vector | None = agreed.payload
         if self._contributions is not None and result is not None:
             result = self._contributions.weigh(result, agreed.samples, cluster)
@@ -340,7 +341,8 @@ class ClusteredUpdater(WholeUpdater):
             bucket.stage_parameters()
             part.copy_(bucket.wire_parameters)
         samples, self._samples_of_term = self._samples_of_term, 0.0
-        average = self._agree(samples, own, "average of parameters", clusters=self._propose()).payload
+        provided = Provided(samples=samples, payload=own, clusters=self._propose())
+        average = self._agree(provided, "average of parameters").payload
         if average is None:
             return
         for bucket, part in zip(self.buckets, average.parts, strict=False):
@@ -377,18 +379,10 @@ class ClusteredUpdater(WholeUpdater):
             if self._period is not None:
                 self._period.forget()
 
-    def _agree(
-        self,
-        samples: float,
-        payload: Vector | None,
-        phase: str,
-        *,
-        measurement: Measurement = (),
-        clusters: Clusters = (),
-    ) -> Agreed:
+    def _agree(self, provided: Provided, phase: str) -> Agreed:
         """Provide what the next record needs, wait for it, and return it."""
         start_s = time.monotonic()
-        self._driver.provide(samples=samples, payload=payload, measurement=measurement, clusters=clusters)
+        self._driver.provide(provided)
         record, agreed = self._driver.wait(phase)
         assert record.index == self._position, f"record {record.index} came in place of {self._position}"
         self._position += 1

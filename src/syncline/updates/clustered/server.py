@@ -21,18 +21,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 
-from syncline.updates.clustered.instructions import Abandon, Arithmetic, Run
-from syncline.updates.clustered.member import Member, Provided
+from syncline.updates.clustered.member import Member
 from syncline.updates.clustered.messages import (
+    Abandon,
     Agreed,
     Clusters,
     Contribution,
     Join,
+    Mean,
     Measurement,
     Message,
     Participants,
     Payload,
+    Provided,
     Ready,
+    Run,
     Supply,
 )
 from syncline.updates.clustered.record_schedule import Kind, Record, RecordSchedule
@@ -88,7 +91,7 @@ class OuterRound:
         self._announced: Participants | None = None
         self._heard: dict[Participants, dict[int, Ready]] = {}
         self._decided: Participants | None = None
-        self._running: Participants | None = None
+        self._running: Run | None = None
 
     def __repr__(self) -> str:
         return f"<OuterRound of record {self.record.index}: {self.state.value}>"
@@ -105,7 +108,7 @@ class OuterRound:
         participants = self._view.participants(self.record.term)
         if participants == self._announced:
             return [], []
-        abandoned = [] if self._running is None else [Abandon(record=self.record, participants=self._running)]
+        abandoned = [] if self._running is None else [Abandon(run=self._running)]
         self._running = None
         self._announced = participants
         ready = Ready(
@@ -137,15 +140,15 @@ class OuterRound:
         holders = [cluster for cluster in servers if said[cluster].has_result]
         if holders:
             return [], [servers[cluster] for cluster in lacking] if self._cluster == holders[0] else []
-        self._running = self._announced
         self.clusters = said[self._announced[0][0]].clusters
         samples = tuple(said[cluster].samples for cluster in servers)
         payload = self._provided.payload
-        return [Run(record=self.record, participants=self._announced, samples=samples, payload=payload)], []
+        self._running = Run(record=self.record, participants=self._announced, samples=samples, payload=payload)
+        return [self._running], []
 
-    def finish(self, participants: Participants) -> bool:
-        """Note that the outer round among ``participants`` is over; whether its result is this cluster's."""
-        if self._running != participants:
+    def finish(self, run: Run) -> bool:
+        """Note that a run is over; whether its result is this cluster's."""
+        if self._running != run:
             return False
         self._running = None
         is_new = not self.has_result
@@ -161,7 +164,7 @@ class Server:
         view: View,
         record_schedule: RecordSchedule,
         member: Member,
-        arithmetic: Arithmetic,
+        mean: Mean,
         *,
         term: int,
     ) -> None:
@@ -172,7 +175,7 @@ class Server:
         self._view = view
         self._record_schedule = record_schedule
         self._member = member
-        self._arithmetic = arithmetic
+        self._mean = mean
         self._positions: dict[int, int] = {}
         self._contributions: dict[int, dict[int, Contribution]] = {}
         self._supplied: tuple[int, int] | None = None
@@ -228,29 +231,16 @@ class Server:
         self._hand_out(agreed)
         return True
 
-    def finish_outer_round(
-        self,
-        record: Record,
-        participants: Participants,
-        samples: tuple[float, ...],
-        payload: Payload,
-    ) -> None:
+    def finish_outer_round(self, run: Run, payload: Payload) -> None:
         """Take the payload of the outer round that was asked for."""
-        outer_round = self._outer_rounds.get(record.index)
-        if outer_round is None or not outer_round.finish(participants):
+        index = run.record.index
+        outer_round = self._outer_rounds.get(index)
+        if outer_round is None or not outer_round.finish(run):
             return
-        of_cluster = [0.0] * len(self._view.clusters(self.term))
-        for (cluster, _), amount in zip(participants, samples, strict=True):
-            of_cluster[cluster] = amount
-        self._hand_out(
-            Agreed(
-                term=self.term,
-                index=record.index,
-                samples=tuple(of_cluster),
-                clusters=outer_round.clusters,
-                payload=payload,
-            )
-        )
+        samples_of = {cluster: amount for (cluster, _), amount in zip(run.participants, run.samples, strict=True)}
+        samples = tuple(samples_of.get(cluster, 0.0) for cluster in range(len(self._view.clusters(self.term))))
+        clusters = outer_round.clusters
+        self._hand_out(Agreed(term=self.term, index=index, samples=samples, clusters=clusters, payload=payload))
 
     def advance(self) -> None:
         """Go as far as what is known allows."""
@@ -299,7 +289,7 @@ class Server:
             self.state = ServerState.COLLECTING
         elif record.kind is Kind.MEAN:
             samples = sum(contribution.samples for contribution in contributions.values())
-            payload = self._arithmetic.mean(record, contributions)
+            payload = self._mean(contributions)
             self._hand_out(Agreed(term=self.term, index=record.index, samples=(samples,), payload=payload))
         else:
             self._open_outer_round(record, has_result=False)
@@ -351,7 +341,7 @@ class Server:
         for run in runs:
             if len(run.participants) == 1 or (run.record.kind is Kind.RESULT and not any(run.samples)):
                 # No cluster is left, or none has anything, to exchange: nothing changes.
-                self.finish_outer_round(run.record, run.participants, run.samples, None)
+                self.finish_outer_round(run, None)
             else:
                 self.instructions.append(run)
         held = self._member.held(outer_round.record.index)

@@ -18,8 +18,7 @@ from syncline.fabric import BULK
 from syncline.runtime.port import Port
 from syncline.tensors.memory import bytes_of
 from syncline.updates.flat import aligned, sum_dtype
-from syncline.updates.messaging.mailbox import MessageStream
-from syncline.updates.messaging.records import decode_record, encode_record
+from syncline.updates.messaging.mailbox import MessageStream, decode_record, encode_record
 from syncline.updates.overlapped.events import End, Hello, Push, Reply, ReplyAverage
 
 Told = Push | End | Hello | Reply | ReplyAverage

@@ -20,7 +20,7 @@ from syncline.observe import Trace
 from syncline.runtime.failures import LOOK
 from syncline.runtime.port import Port
 from syncline.updates.messaging.driver import LOOK_S, STALL_GRACE_S, Driver
-from syncline.updates.messaging.records import encode_record
+from syncline.updates.messaging.mailbox import encode_record
 from syncline.updates.overlapped.arithmetic import Feed
 from syncline.updates.overlapped.events import Waiting
 from syncline.updates.overlapped.hosted import HostedShard
