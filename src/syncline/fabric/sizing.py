@@ -23,8 +23,8 @@ from itertools import takewhile
 from typing import TypedDict
 
 from syncline.fabric.options import FabricOptions
-from syncline.topology import DirectedLink, Node, Rank, Switch, Topology
-from syncline.topology.tree import walk
+from syncline.topology import DirectedLink, Switch, Topology
+from syncline.topology.tree import num_ranks_below
 
 DEFAULT_WINDOW_BYTES = 4 << 20
 WINDOW_S, CHUNK_S = 0.010, 0.005
@@ -168,7 +168,7 @@ def _shares(topology: Topology | None, rank: int) -> dict[int, tuple[LinkShare, 
     """Return for each peer the links between switches on its route to ``rank``, with what this rank may use of them."""
     if topology is None:
         return {}
-    inner = {node.name: _num_ranks_below(node) for node in topology.walk() if isinstance(node, Switch) and node.link}
+    inner = {node.name: num_ranks_below(node) for node in topology.walk() if isinstance(node, Switch) and node.link}
     known: dict[DirectedLink, LinkShare | None] = {}
 
     def share_of(directed: DirectedLink) -> LinkShare | None:
@@ -194,14 +194,10 @@ def _shares(topology: Topology | None, rank: int) -> dict[int, tuple[LinkShare, 
     return shares
 
 
-def _num_ranks_below(node: Node) -> int:
-    return sum(isinstance(below, Rank) for below in walk(node))
-
-
 def _own_rate(topology: Topology | None, rank: int) -> float:
     """Return what arrives at ``rank`` when all ranks of its host receive."""
     inside = () if topology is None else takewhile(lambda node: not isinstance(node, Switch), topology.path(rank))
-    rates = [node.link.down_bytes_per_s / _num_ranks_below(node) for node in inside if node.link is not None]
+    rates = [node.link.down_bytes_per_s / num_ranks_below(node) for node in inside if node.link is not None]
     return min(rates, default=math.inf)
 
 

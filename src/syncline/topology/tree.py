@@ -247,6 +247,11 @@ def walk(node: Node) -> Iterator[Node]:
         yield from walk(child)
 
 
+def num_ranks_below(node: Node) -> int:
+    """Return how many ranks are below ``node``, itself included."""
+    return sum(isinstance(below, Rank) for below in walk(node))
+
+
 def relinked(root: Switch | Host, links: Mapping[str, Link]) -> Switch | Host:
     """Return the tree with other links above the switches, hosts and sockets of these names."""
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.members import Quorum, successor
-from syncline.topology import Host, Node, Rank, Topology
+from syncline.topology import Topology
+from syncline.topology.tree import num_ranks_below
 
 DEDICATED = "dedicated:"
 
@@ -67,7 +68,7 @@ def capacity_bytes_per_s(topology: Topology, rank: int) -> float:
     for node in topology.path(rank):
         if node.link is not None:
             slower = min(node.link.up_bytes_per_s, node.link.down_bytes_per_s)
-            rate = min(rate, slower / _num_ranks_below(node))
+            rate = min(rate, slower / num_ranks_below(node))
     return rate
 
 
@@ -91,14 +92,6 @@ def place_shards(topology: Topology, servers: Sequence[int], bucket_bytes: Seque
         load.update(dict.fromkeys(parts[best], bucket_bytes[bucket]))
         placed[bucket] = best
     return tuple(placed)
-
-
-def _num_ranks_below(node: Node) -> int:
-    if isinstance(node, Rank):
-        return 1
-    if isinstance(node, Host):
-        return len(node.ranks)
-    return sum(_num_ranks_below(child) for child in node.children)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

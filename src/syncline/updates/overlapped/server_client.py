@@ -38,7 +38,7 @@ from syncline.updates.overlapped.messages import (
 from syncline.updates.overlapped.placement import ServerLayout, Succession
 from syncline.updates.overlapped.rebase import Collect
 from syncline.updates.overlapped.statistics import ClientCounts, OverlappedStatistics
-from syncline.updates.overlapped.tree_end import TreeEnd, TreeMean
+from syncline.updates.overlapped.tree_end import Ends, TreeMean
 from syncline.updates.overlapped.worker import PeriodClock
 from syncline.updates.rule import NonfiniteOrigin
 
@@ -86,16 +86,10 @@ class ServerClient(Driver):
         link = partial(WorkerLink, port, layout, changed=self._changed, replaces=replaces, trace=trace)
         placed = zip(buckets, placement, strict=True) if port.rank in layout.workers else ()
         self.links = [link(bucket, server=server, feed=make_feed()) for bucket, server in placed]
-        self._tree_end = TreeEnd(
-            port,
-            self._succession,
-            self.links,
-            shrinks=layout.shrinks,
-            timeout_s=timeout_s,
-            stop=self._stop_links,
-            leave_tree=self._move_buckets,
-            leave_behind=self._has_left_behind,
-        )
+        self._ends_together = False
+        """Whether the period ends on the tree, just now."""
+        self._has_someone_left = False
+        """Somebody left by itself, without whom this rank goes on when it needs anybody; on the loop's thread."""
 
     def start(self) -> None:
         """Begin to serve and to listen; returns when both are so."""
@@ -116,7 +110,7 @@ class ServerClient(Driver):
     def step(self, gradients: Sequence[torch.Tensor], *, weight: float) -> None:
         """Push own gradients and fold into them what has come; waits only for what is too stale."""
         self.raise_failure()
-        self._tree_end.go_on()
+        self._go_on()
         iteration = self.clock.tick(fleet=max(link.machine.clock for link in self.links), weight=weight)
         for link, gradient in zip(self.links, gradients, strict=True):
             link.step(gradient, iteration=iteration, weight=weight)
@@ -149,12 +143,9 @@ class ServerClient(Driver):
         """Let ``mean`` average the parameters, in place of the servers; False if a loss leaves it to them."""
         self.raise_failure()
         start_s = time.monotonic()
-        dropped = self._port.call(self._dropped, self._timeout_s)
         try:
             with self._progress.waiting("period"):
-                ends = self._tree_end.run(
-                    mean, num_samples=self.clock.num_samples, iteration=self.iteration, dropped=dropped
-                )
+                ends = self._sum_on_tree(mean)
         except PeerLostError as error:
             self._port.call_soon(self._lose, error.rank, error)
             self._wait_for(lambda: False, LOOK_S)
@@ -168,10 +159,23 @@ class ServerClient(Driver):
         self._begin_period(ends.iteration)
         return True
 
-    def _dropped(self) -> list[int]:
-        """Count, for each rank, what the shards here have dropped."""
-        shards = self.hosted.values()
-        return [sum(shard.machine.dropped(rank) for shard in shards) for rank in self.layout.workers]
+    def _sum_on_tree(self, mean: TreeMean) -> Ends | None:
+        """Make the mean; None if a loss leaves it to the servers, and then parameters are as they were."""
+        dropped = self._port.call(self._begin_end, self._timeout_s)
+        if dropped is None:
+            return None
+        self._stop_links()
+        try:
+            ends = mean.sum(num_samples=self.clock.num_samples, iteration=self.iteration, dropped=dropped)
+        except (PeerLostError, DeadlineError) as error:
+            if not self.layout.shrinks or (isinstance(error, DeadlineError) and not self._has_left_behind()):
+                raise
+            self._port.call(self._give_up_end, self._timeout_s)
+            return None
+        if not self._port.call(partial(self._keep_end, mean, ends.iteration), self._timeout_s):
+            return None
+        mean.finish()
+        return ends
 
     @property
     def iteration(self) -> int:
@@ -225,6 +229,12 @@ class ServerClient(Driver):
         while time.monotonic() < end_s and not all(shard.machine.is_quiet for shard in shards):  # noqa: ASYNC110
             await asyncio.sleep(0.002)  # once in a life, for a moment
 
+    def _go_on(self) -> None:
+        """Go on without those who left, if any did, before this rank needs anybody."""
+        if self._has_someone_left:
+            self._has_someone_left = False
+            self._port.call_soon(self._move_buckets)
+
     def _stop_links(self) -> None:
         """End the period in all buckets, and tell their servers."""
         last_rounds: dict[int, list[tuple[int, int]]] = {}
@@ -249,7 +259,7 @@ class ServerClient(Driver):
     def _wait_phase(self, phase: str, is_over: Callable[[], bool]) -> None:
         """Wait until ``is_over``; a failure, or the deadline, ends it with an error that names whom it waited for."""
         start_s = time.monotonic()
-        self._tree_end.go_on()
+        self._go_on()
         self._wait(is_over, phase)
         self.counts.note_wait(phase, time.monotonic() - start_s, self._awaited())
         with self._changed:
@@ -371,10 +381,43 @@ class ServerClient(Driver):
             self.fail(shortage)
         elif has_left and any(link.is_owed_average(peer) for link in self.links):
             self._port.hear_out(lambda: sum(link.num_heard for link in self.links), self._move_buckets)
-        elif not has_left or not self._tree_end.defers(is_period_begun=self.clock.num_steps > 0):
+        elif has_left and self._defers_loss():
+            self._has_someone_left = True
+        else:
             self._move_buckets()
         with self._changed:
             self._changed.notify_all()
+
+    def _defers_loss(self) -> bool:
+        """Whether a rank that left by itself changes nothing yet: all may be about to leave.
+
+        Of a mean under way it may have done its part; if not, the collective says so.
+        """
+        is_between = self.clock.num_steps == 0 or self._ends_together
+        return self._succession.on_tree and self.layout.shrinks and is_between
+
+    def _begin_end(self) -> list[int] | None:
+        """Begin to end a period on the tree, if that can be; count, for each rank, what the shards here dropped."""
+        if self._has_someone_left:
+            self._move_buckets()
+        self._ends_together = self._succession.on_tree
+        shards = self.hosted.values()
+        dropped = [sum(shard.machine.dropped(rank) for shard in shards) for rank in self.layout.workers]
+        return dropped if self._ends_together else None
+
+    def _give_up_end(self) -> None:
+        """Go on through the servers: someone is lost, which this rank sees soon, if it has not yet."""
+        self._ends_together = False
+        self._move_buckets()
+
+    def _keep_end(self, mean: TreeMean, iteration: int) -> bool:
+        """Let the mean count, unless a loss that came before leaves it to the servers."""
+        self._ends_together = False
+        if not self._succession.on_tree:
+            return False
+        for link, values in zip(self.links, mean.means, strict=True):
+            link.keep_mean(values, iteration=iteration)
+        return True
 
     def _move_buckets(self) -> None:
         """Give buckets to other servers where theirs is dead; every rank finds the same ones, with the same epoch."""
