@@ -11,8 +11,7 @@ import torch
 from torch import optim
 
 from syncline.errors import UpdateError
-from syncline.updates.independence import why_not_independent
-from syncline.updates.inner import check_divisible, make_inner
+from syncline.updates.inner import check_divisible, make_inner, why_not_independent
 
 
 class Clipped(optim.SGD):

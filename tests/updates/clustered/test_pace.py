@@ -1,6 +1,6 @@
 import pytest
 
-from syncline.updates.clustered.pace import Pace
+from syncline.updates.clustered.grouping import Pace
 
 
 class Clock:

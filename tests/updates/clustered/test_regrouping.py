@@ -12,7 +12,7 @@ from syncline.errors import ConfigurationError
 from syncline.machines.inventory import Inventory
 from syncline.pytorch.distribute import distribute
 from syncline.topology import Topology
-from syncline.updates.clustered.regrouping import Regrouping
+from syncline.updates.clustered.grouping import Regrouping
 from syncline.updates.clustered.rule import Clustered
 from thread_fleets import run_fleets
 

@@ -1,26 +1,32 @@
 """Who is in which cluster: from what the topology says and what every machine measured, decided by rank 0 for all.
 
 Rank 0 decides, since k-means may end otherwise on a machine that rounds otherwise. What the network is like the
-topology says: that of a file, or the one that the job measured when it started.
+topology says: that of a file, or the one that the job measured when it started. Later each rank notes what its machine
+does in a period (:class:`Pace`), and one server may propose other clusters (:class:`Regrouping`).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from syncline.arguments import Count, Whole
 from syncline.errors import ConfigurationError
+from syncline.machines.clustering import keep_numbers, reconsider
+from syncline.machines.features import BATCH, Feature, FeatureHistory, Features
 from syncline.machines.inventory import Inventory
+from syncline.machines.measurement import read_moment
+from syncline.machines.nvml import Gpu, find_gpu
 from syncline.topology import Host
+from syncline.updates.clustered.messages import Clusters, Measurement
 from syncline.updates.control import ControlStream
 
 _log = logging.getLogger(__name__)
 
-Clusters = tuple[tuple[int, ...], ...]
 ClusterChoice = Annotated[
     Literal["auto"] | Count | Sequence[Sequence[Whole]], '"auto", how many, or the ranks of each cluster'
 ]
@@ -78,3 +84,117 @@ def check_clusters(clusters: Sequence[Sequence[int]], world_size: int) -> Cluste
         shown = [list(ranks) for ranks in clusters]
         raise ConfigurationError(f"clusters must name each of the ranks 0 to {world_size - 1} once, not {shown}")
     return tuple(sorted((tuple(sorted(ranks)) for ranks in clusters), key=lambda ranks: ranks or (math.inf,)))
+
+
+# What a rank notes of its machine in each period: clocks and free memory, and its own seconds for a batch.
+
+
+class Pace:
+    """The history of one rank's machine.
+
+    A batch's own time is from one mean to the next that this rank asks for, without what it waited for others between;
+    it is not taken in the first period, when much is done for the first time.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, gpu: int | None = None) -> None:
+        self._clock = clock
+        self._history = FeatureHistory()
+        self._gpu = Gpu(find_gpu(gpu))
+        self._began_s: float | None = None
+        self._waited_s = 0.0
+        self._is_warm = False
+        self._batches_s: list[float] = []
+
+    def began(self) -> None:
+        """Note that nothing is waited for any more."""
+        self._began_s, self._waited_s = self._clock(), 0.0
+
+    def waited(self, seconds: float) -> None:
+        """Note that others were waited for."""
+        self._waited_s += seconds
+
+    def computed(self, *, is_batch: bool) -> None:
+        """Note that a batch was computed; or only that one is over, in which this rank had nothing to do."""
+        if is_batch and self._began_s is not None:
+            self._batches_s.append(self._clock() - self._began_s - self._waited_s)
+        self._began_s = None
+
+    def end_period(self) -> None:
+        """Record what the period was like."""
+        has_pace = bool(self._batches_s) and self._is_warm
+        own = {BATCH: sum(self._batches_s) / len(self._batches_s)} if has_pace else {}
+        self._history.record(read_moment(self._gpu) | own)
+        self._batches_s.clear()
+        self._is_warm = True
+
+    def close(self) -> None:
+        """Release the GPU's library; what was noted is kept."""
+        self._gpu.close()
+
+    @property
+    def periods(self) -> tuple[Features, ...]:
+        """What was measured in each of the newest periods, oldest first."""
+        return self._history.periods
+
+    def summary(self) -> dict[str, Feature]:
+        """Return the mean over past periods."""
+        return self._history.summary()
+
+
+# Clusters made anew: who tells what of its machine, and what the one who proposes makes of it.
+#
+# The protocol hands measurements to the servers and makes one server's proposal part of what is agreed at a term's end
+# (:mod:`.server`); so ranks need not hear the same measurements, nor round alike, to go on with the same clusters.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regrouping:
+    """What clusters are made anew from, and how."""
+
+    inventory: Inventory
+    num_clusters: int | None
+    seed: int
+
+    def propose(
+        self, clusters: Clusters, measurements: Mapping[int, Measurement], *, living: Collection[int]
+    ) -> Clusters:
+        """Return the clusters that the ranks' measurements make, if they are clearly better than ``clusters``; or none.
+
+        Hosts of which no rank is among the ``living`` are not compared; their ranks stay in the cluster of that number.
+        """
+        told = {rank: dict(measurement) for rank, measurement in measurements.items() if rank in living}
+        if not told:
+            return ()
+        topology, newer = self.inventory.topology, self._of_hosts(told)
+        cluster_of = {rank: number for number, ranks in enumerate(clusters) for rank in ranks}
+        hosts = [host for host in topology.hosts if any(rank.rank in living for rank in host.ranks)]
+        labels = [cluster_of[host.ranks[0].rank] for host in hosts]
+        try:
+            table = self.inventory.table(newer, hosts=[host.name for host in hosts])
+            found = reconsider(table.vectors, labels, num_clusters=self.num_clusters, seed=self.seed)
+        except ConfigurationError as error:  # what divided the machines at the start may not divide them now
+            _log.warning("clusters stay as they are: %s", error)
+            return ()
+        if found is None:
+            return ()
+        proposed = _with_the_dead(keep_numbers(ranks_of(hosts, found.clusters), clusters), cluster_of)
+        _log.info("new clusters: ranks %s in place of %s (%s)", proposed, clusters, found.reason)
+        return proposed
+
+    def _of_hosts(self, features: Mapping[int, Mapping[str, Feature]]) -> dict[str, Mapping[str, Feature]]:
+        """Return what the first rank of each host that told anything told of it."""
+        told = {
+            host.name: [features[rank.rank] for rank in host.ranks if rank.rank in features]
+            for host in self.inventory.topology.hosts
+        }
+        return {name: measurements[0] for name, measurements in told.items() if measurements}
+
+
+def _with_the_dead(clusters: Clusters, cluster_of: Mapping[int, int]) -> Clusters:
+    """Return ``clusters`` with the ranks that are in none: the protocol knows each rank's cluster, dead or not."""
+    placed = {rank for ranks in clusters for rank in ranks}
+    ranks_of_cluster = [list(ranks) for ranks in clusters]
+    for rank, number in cluster_of.items():
+        if rank not in placed:
+            ranks_of_cluster[number if number < len(clusters) else 0].append(rank)
+    return tuple(tuple(sorted(ranks)) for ranks in ranks_of_cluster)

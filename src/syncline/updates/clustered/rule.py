@@ -18,13 +18,11 @@ from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
 from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.clustered.contribution import Contributions
 from syncline.updates.clustered.driver import ClusterDriver, mean_of
-from syncline.updates.clustered.grouping import ClusterChoice, Clusters, agree_on_clusters, measure_hosts
-from syncline.updates.clustered.messages import Agreed, Measurement, Provided
+from syncline.updates.clustered.grouping import ClusterChoice, Pace, Regrouping, agree_on_clusters, measure_hosts
+from syncline.updates.clustered.messages import Agreed, Clusters, Measurement, Provided
 from syncline.updates.clustered.node import Node
-from syncline.updates.clustered.pace import Pace
 from syncline.updates.clustered.period import Period
 from syncline.updates.clustered.record_schedule import Kind, RecordSchedule
-from syncline.updates.clustered.regrouping import Regrouping
 from syncline.updates.clustered.statistics import ClusteredStatistics
 from syncline.updates.combinations import OF_INDEPENDENT_RANKS, WHOLE_STATE, Combination
 from syncline.updates.flat import Vector, VectorShape

@@ -184,19 +184,8 @@ class Server:
         self._early: list[Ready] = []
 
     def __repr__(self) -> str:
-        missing = f", waits for ranks {self.missing()}" if self.missing() else ""
         where = f"rank {self._view.rank} of cluster {self._view.own_cluster(self.term)}, term {self.term}"
-        return f"<Server {where}: {self.state.value}{missing}>"
-
-    def missing(self) -> list[int]:
-        """Return the members that this server waits for."""
-        live = self._view.live_members(self.term)
-        if self.state is ServerState.OPENING:
-            return [rank for rank in live if rank not in self._positions]
-        if self.state is not ServerState.COLLECTING:
-            return []
-        newest = max(self._positions[rank] for rank in live)
-        return [rank for rank in live if rank not in self._contributions.get(newest + 1, {})]
+        return f"<Server {where}: {self.state.value}>"
 
     def join(self, rank: int, message: Join) -> None:
         """Note that a member follows this server."""
