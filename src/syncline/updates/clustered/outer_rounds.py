@@ -1,24 +1,27 @@
 """The servers' outer rounds, reckoned and moved: the mean of what all clusters bring, weighted by samples.
 
 It is one all-reduce of what each brings, times its share, on the schedule that the planner finds for the servers' part
-of the network, slice by slice, as the engine's reference does (:mod:`syncline.runtime.slicerun`). A server sends about
-2 (C-1)/C of a vector, however many clusters there are.
+of the network; the engine's reference executes it. A server sends about 2 (C-1)/C of a vector, however many clusters
+there are.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 import zlib
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Unpack, cast
 
 import torch
 
 from syncline.fabric import Transport
+from syncline.fabric.protocol import ReceiveSettings, SendSettings
 from syncline.fabric.slice_executor import SLICE_TAGS, SlicedCall
 from syncline.runtime.dataflow import Dataflows
 from syncline.runtime.port import BULK_CLASS, Port
-from syncline.runtime.slicerun import SliceRun
+from syncline.runtime.python_slice_executor import PythonExecution, PythonSliceExecutor
 from syncline.runtime.tags import NUMBER_MASK, first_tag
 from syncline.schedule import Collective, Layout, Schedule, choose
 from syncline.tensors.memory import bytes_of, reduction_for
@@ -110,38 +113,35 @@ class ServersCall:
         tag: int,
         on_done: Callable[[], None],
     ) -> None:
-        self.transport = cast("Transport", self)  # of which slices use three methods
-        self.temporary_bytes = 0
-        self.on_crash: Callable[[Exception], None] = _crash
         self.sent_bytes = 0
         self._port = port
         self._ranks = tuple(ranks)
         self._on_done = on_done
         self._is_abandoned = False
-        self._runs: list[SliceRun] = []
         dataflows = Dataflows(self._ranks.index(port.rank))
-        for tensor, layout in parts:
+        clock, transport = asyncio.get_running_loop(), cast("Transport", self)  # of which slices use three methods
+        executor = PythonSliceExecutor(transport, clock, max_inflight_bytes=sys.maxsize, on_crash=_crash)
+        self._executions: list[PythonExecution] = []
+        for number, (tensor, layout) in enumerate(parts):
             sliced = SlicedCall(
                 slices=dataflows.slices(schedule, layout),
                 buffer=bytes_of(tensor),
                 reduction=reduction_for(tensor.dtype),
                 urgency=URGENCY,
                 connection_class=BULK_CLASS,
-                number=0,
-                tag=tag + len(self._runs) * SLICE_TAGS,
+                number=number,
+                tag=tag,
                 signature=0,
-                on_over=lambda: None,
+                on_over=self._look,
                 on_mismatch=lambda *_: None,
             )
-            self._runs += [SliceRun(sliced, number, self, on_end=self._ended) for number in range(len(sliced.slices))]
-        self._num_open = len(self._runs)
+            tag += len(sliced.slices) * SLICE_TAGS
+            self._executions.append(executor.open(sliced))
 
     def start(self) -> None:
         """Begin all slices."""
-        for run in self._runs:
-            run.advance(run.dataflow.first)
-        if not self._runs:
-            self._port.call_soon(self._finish)
+        for execution in self._executions:
+            execution.start()
 
     def abandon(self) -> None:
         """Do nothing more; what comes is thrown away."""
@@ -149,61 +149,29 @@ class ServersCall:
 
     def forget(self) -> None:
         """Give back the receives that nothing came for."""
-        self._is_abandoned = True
-        for run in self._runs:
-            run.stop()
+        for execution in self._executions:
+            execution.stop()
 
-    def send(
-        self,
-        peer: int,
-        tag: int,
-        payload: memoryview,
-        *,
-        signature: int,  # noqa: ARG002 - the port has its own
-        urgency: int,
-        connection_class: int,
-        on_sent: Callable[[], None],
-    ) -> None:
-        """Send to a rank of the schedule."""
+    def send(self, peer: int, tag: int, payload: memoryview, **settings: Unpack[SendSettings]) -> None:
+        """Send to a rank of the schedule; the port has a signature of its own."""
         if not self._is_abandoned:
             self.sent_bytes += payload.nbytes
-            self._port.send(
-                self._ranks[peer],
-                tag,
-                payload,
-                urgency=urgency,
-                connection_class=connection_class,
-                on_sent=on_sent,
-            )
+            urgency, connection_class = settings["urgency"], settings["connection_class"]
+            where, on_sent = {"urgency": urgency, "connection_class": connection_class}, settings.get("on_sent")
+            self._port.send(self._ranks[peer], tag, payload, **where, on_sent=on_sent)
 
-    def receive(
-        self,
-        peer: int,
-        tag: int,
-        destination: memoryview,
-        *,
-        signature: int,  # noqa: ARG002 - the port has its own
-        urgency: int,
-        on_received: Callable[[], None],
-        on_mismatch: Callable[[int], None],  # noqa: ARG002 - the port's owner hears of it
-    ) -> None:
-        """Receive from a rank of the schedule."""
+    def receive(self, peer: int, tag: int, destination: memoryview, **settings: Unpack[ReceiveSettings]) -> None:
+        """Receive from a rank of the schedule; of a mismatch the port's owner hears."""
+        urgency, on_received = settings["urgency"], settings["on_received"]
         self._port.receive(self._ranks[peer], tag, destination, urgency=urgency, on_received=on_received)
 
     def cancel(self, peer: int, tag: int) -> None:
         """Forget a receive."""
         self._port.cancel(self._ranks[peer], tag)
 
-    def heard(self, peer: int) -> None:
-        """Note nothing: whoever is lost, the members' protocol knows."""
-
-    def _ended(self, run: SliceRun) -> None:  # noqa: ARG002 - any of them
-        self._num_open -= 1
-        if not self._num_open:
-            self._finish()
-
-    def _finish(self) -> None:
-        if not self._is_abandoned:
+    def _look(self) -> None:
+        """Note that a part is over; all begin in one go, so one that has not begun is not over."""
+        if not self._is_abandoned and all(execution.is_over for execution in self._executions):
             self._on_done()
 
 
