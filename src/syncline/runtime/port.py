@@ -43,7 +43,7 @@ class Port:
     """One user of the fabric beside the engine. ``signature`` goes with all its messages; tags are its own streams'."""
 
     def __init__(self, loop: CommunicationLoop, fabric: Fabric, relay: Relay, *, signature: int) -> None:
-        self.rank, self.world_size = fabric.rank, fabric.world_size
+        self.rank, self.world_size, self.progress = fabric.rank, fabric.world_size, fabric.progress
         self._loop = loop
         self._fabric = fabric
         self._relay = relay

@@ -15,7 +15,7 @@ from syncline.schedule import Collective, Layout, choose
 from syncline.topology import Topology
 from syncline.updates.clustered.driver import mean_of
 from syncline.updates.clustered.grouping import check_clusters, group
-from syncline.updates.clustered.messages import Agreed, Contribution, Envelope, Join, decode_envelope, encode_envelope
+from syncline.updates.clustered.messages import Agreed, Contribution, Envelope, Join
 from syncline.updates.clustered.outer_rounds import ServersCall
 from syncline.updates.flat import VectorShape, combine
 from syncline.updates.messaging.mailbox import HEAD_BYTES, Mailbox, MessageStream
@@ -59,7 +59,7 @@ def test_the_mean_is_weighted_by_samples_and_leaves_out_who_has_no_gradient() ->
 
 def make_mailbox(port, on_message) -> Mailbox[Envelope]:
     stream = MessageStream(port, 9, urgency=0)
-    decode = partial(decode_envelope, shape=SHAPE)
+    decode = partial(Envelope.decode, shape=SHAPE)
     return Mailbox(stream, stream, decode=decode, on_message=on_message, on_lost=lambda *_: None)
 
 
@@ -87,7 +87,7 @@ def test_messages_arrive_whole_and_in_order() -> None:
         def begin() -> None:
             boxes[1].listen_to_all()
             for message in messages:
-                boxes[0].send(1, *encode_envelope(Envelope(dead=(1,), message=message), SHAPE))
+                boxes[0].send(1, *Envelope(dead=(1,), message=message).encode(SHAPE))
 
         ports[0].call_soon(begin)
         assert done.wait(WAIT_S)

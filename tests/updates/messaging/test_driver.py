@@ -17,7 +17,7 @@ class Fake(Driver):
 
     def __init__(self, port, *, timeout_s: float = WAIT_S) -> None:
         ranks = tuple(range(port.world_size))
-        super().__init__(port, Membership(ranks), timeout_s=timeout_s, progress=port._fabric.progress)
+        super().__init__(port, Membership(ranks), timeout_s=timeout_s)
         self.looks: list[bool] = []
 
     def start(self) -> None:

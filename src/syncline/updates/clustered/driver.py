@@ -30,8 +30,6 @@ from syncline.updates.clustered.messages import (
     Run,
     Send,
     Stop,
-    decode_envelope,
-    encode_envelope,
 )
 from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.outer_rounds import OuterRounds
@@ -71,7 +69,7 @@ class ClusterDriver(Driver):
     ) -> None:
         self._topology = job.topology
         self._node = node
-        super().__init__(port, node.view.membership, timeout_s=timeout_s, progress=job.progress)
+        super().__init__(port, node.view.membership, timeout_s=timeout_s)
         self._job = job
         self._began_s = 0.0
         self._has_told_wait = False
@@ -81,7 +79,7 @@ class ClusterDriver(Driver):
         self._mailbox = Mailbox(
             MessageStream(port, stream, urgency=TEXT_URGENCY),
             MessageStream(port, stream, urgency=VECTOR_URGENCY, connection_class=BULK_CLASS),
-            decode=partial(decode_envelope, shape=shape),
+            decode=partial(Envelope.decode, shape=shape),
             on_message=self._hear,
             on_lost=self._lose,
         )
@@ -250,7 +248,7 @@ class ClusterDriver(Driver):
                 self._changed.notify_all()
 
     def _send(self, message: Send) -> None:
-        num_bytes = self._mailbox.send(message.peer, *encode_envelope(message.envelope, self._shape))
+        num_bytes = self._mailbox.send(message.peer, *message.envelope.encode(self._shape))
         view, term = self._node.view, message.envelope.message.term
         if view.cluster_of(message.peer, term) == view.own_cluster(term):
             self._sent_bytes_inside += num_bytes

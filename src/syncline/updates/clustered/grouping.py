@@ -96,10 +96,14 @@ class Pace:
     it is not taken in the first period, when much is done for the first time.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, *, gpu: int | None = None) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, *, gpu: int | None = None, reads: bool = True
+    ) -> None:
+        """Without ``reads`` the machine is not looked at, and nothing is recorded."""
         self._clock = clock
         self._history = FeatureHistory()
-        self._gpu = Gpu(find_gpu(gpu))
+        self._reads = reads
+        self._gpu = Gpu(find_gpu(gpu) if reads else None)
         self._began_s: float | None = None
         self._waited_s = 0.0
         self._is_warm = False
@@ -123,7 +127,8 @@ class Pace:
         """Record what the period was like."""
         has_pace = bool(self._batches_s) and self._is_warm
         own = {BATCH: sum(self._batches_s) / len(self._batches_s)} if has_pace else {}
-        self._history.record(read_moment(self._gpu) | own)
+        if self._reads:
+            self._history.record(read_moment(self._gpu) | own)
         self._batches_s.clear()
         self._is_warm = True
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from syncline.members import is_believed
 from syncline.updates.clustered.record_schedule import Record
@@ -117,9 +117,10 @@ class Farewell:
 
 
 Message = Join | Contribution | Agreed | Supply | Ready | Notice | Farewell
-_KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (Join, Contribution, Agreed, Supply, Ready, Notice, Farewell)
-}
+
+
+NUM_VECTORS = "num_vectors"
+"""What goes beside a message with a payload."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,37 +139,23 @@ class Envelope:
         """Return who may live, the ``sender`` being the one that is lost: those below it that it lost by itself."""
         return frozenset(rank for rank in self.dead if not is_believed(sender, rank)).difference(self.settled)
 
-    def encode(self, **beside: object) -> bytes:
-        """Write all but the payload, and what goes beside it."""
-        return encode_record(self.message, dead=self.dead, settled=self.settled, **beside)
+    def encode(self, shape: VectorShape) -> tuple[bytes, list[memoryview]]:
+        """Return it as text and payloads; its vectors are of ``shape``."""
+        payload: Vector | None = getattr(self.message, "payload", None)
+        size = {} if payload is None else {NUM_VECTORS: payload.shape.num_bytes // shape.num_bytes}
+        text = encode_record(self.message, dead=self.dead, settled=self.settled, **size)
+        return text, [] if payload is None else [payload.memory]
 
     @classmethod
-    def decode(cls, data: bytes) -> tuple[Envelope, dict[str, Any]]:
-        """Read what :meth:`encode` wrote; raises ValueError if it is anything else."""
-        message, beside = decode_record(data, _KINDS, "the clustered update")
+    def decode(cls, text: bytes, shape: VectorShape) -> tuple[Envelope, list[memoryview]]:
+        """Return what :meth:`encode` wrote, and where its payload is to land; ValueError if it is anything else."""
+        message, beside = decode_record(text, get_args(Message), "the clustered update")
         dead, settled = (tuple(map(int, beside.pop(name, ()))) for name in ("dead", "settled"))
-        return cls(dead=dead, message=message, settled=settled), beside
-
-
-NUM_VECTORS = "num_vectors"
-
-
-def encode_envelope(envelope: Envelope, shape: VectorShape) -> tuple[bytes, list[memoryview]]:
-    """Return an envelope as text and payloads; its vectors are of ``shape``."""
-    payload: Vector | None = getattr(envelope.message, "payload", None)
-    if payload is None:
-        return envelope.encode(), []
-    num_vectors = payload.shape.num_bytes // shape.num_bytes
-    return envelope.encode(**{NUM_VECTORS: num_vectors}), [payload.memory]
-
-
-def decode_envelope(text: bytes, shape: VectorShape) -> tuple[Envelope, list[memoryview]]:
-    """Return the envelope and where its payload is to land; raises ValueError if ``text`` is none."""
-    envelope, beside = Envelope.decode(text)
-    if NUM_VECTORS not in beside or not isinstance(envelope.message, Contribution | Agreed):
-        return envelope, []
-    vector = shape.times(beside[NUM_VECTORS]).empty()
-    return replace(envelope, message=replace(envelope.message, payload=vector)), [vector.memory]
+        memory = []
+        if NUM_VECTORS in beside and isinstance(message, Contribution | Agreed):
+            vector = shape.times(beside[NUM_VECTORS]).empty()
+            message, memory = replace(message, payload=vector), [vector.memory]
+        return cls(dead=dead, message=message, settled=settled), memory
 
 
 # --- what the protocol tells the one who drives it ----------------------------------------------------------------

@@ -228,7 +228,7 @@ class ClusteredUpdater(WholeUpdater):
         self._present: Sequence[bool] = ()
         self._samples_of_period = 0.0
         self._samples_of_term = 0.0
-        self._pace = Pace(gpu=gpu) if reads else None
+        self._pace = Pace(gpu=gpu, reads=reads)
         self._recluster_every = rule.recluster_every
         self._regrouping = Regrouping(
             inventory=self.inventory,
@@ -277,8 +277,6 @@ class ClusteredUpdater(WholeUpdater):
         if self._contributions is not None:
             table = self._contributions.table.tolist()
             counted = replace(counted, contributions=tuple(map(tuple, table)))
-        if self._pace is None:
-            return counted
         return replace(counted, features=self._pace.summary(), history=self._pace.periods)
 
     def progress(self) -> str:
@@ -288,8 +286,7 @@ class ClusteredUpdater(WholeUpdater):
     def close(self) -> None:
         """Release everything."""
         self._driver.close()
-        if self._pace is not None:
-            self._pace.close()
+        self._pace.close()
 
     def _batch(self, samples: float, gradients: Vector | None) -> None:
         """Go through the records of one batch: its mean, and at a period's end the result and the average."""
@@ -306,19 +303,16 @@ class ClusteredUpdater(WholeUpdater):
 
     def _mean(self, samples: float, gradients: Vector | None) -> Vector | None:
         """Return the cluster's mean."""
-        if self._pace is not None:
-            self._pace.computed(is_batch=gradients is not None)
+        self._pace.computed(is_batch=gradients is not None)
         mean: Vector | None = self._agree(Provided(samples=samples, payload=gradients), "cluster mean").payload
-        if self._pace is not None:
-            self._pace.began()
+        self._pace.began()
         return mean
 
     def _outer(self, mean: Vector | None) -> Vector | None:
         """Exchange what the period brought; return what to step on in the last batch."""
         brought = mean if self._period is None else self._period.bring(mean)
         samples, self._samples_of_period = self._samples_of_period, 0.0
-        if self._pace is not None:
-            self._pace.end_period()
+        self._pace.end_period()
         own = brought if brought is not None else self._shape.zeros()
         cluster = next(number for number, ranks in enumerate(self.clusters) if self.collectives.rank in ranks)
         if self._contributions is not None:
@@ -354,7 +348,7 @@ class ClusteredUpdater(WholeUpdater):
 
     def _measurement(self) -> Measurement:
         """Return what this rank's machine measured in past periods, where clusters may follow from it."""
-        return tuple(sorted(self._pace.summary().items())) if self._is_regrouping() and self._pace is not None else ()
+        return tuple(sorted(self._pace.summary().items())) if self._is_regrouping() else ()
 
     def _propose(self) -> Clusters:
         """Return new clusters if this rank is the one to propose them, and finds better ones."""
@@ -364,8 +358,7 @@ class ClusteredUpdater(WholeUpdater):
         measurements = self._driver.measurements()
         living = self._driver.living
         proposed = self._regrouping.propose(self.clusters, measurements, living=living)
-        if self._pace is not None:
-            self._pace.waited(time.monotonic() - start_s)  # this too is for others
+        self._pace.waited(time.monotonic() - start_s)  # this too is for others
         return proposed
 
     def _move(self, agreed: Agreed) -> None:
@@ -384,8 +377,7 @@ class ClusteredUpdater(WholeUpdater):
         record, agreed = self._driver.wait(phase)
         assert record.index == self._position, f"record {record.index} came in place of {self._position}"
         self._position += 1
-        if self._pace is not None:
-            self._pace.waited(time.monotonic() - start_s)
+        self._pace.waited(time.monotonic() - start_s)
         if record.kind is Kind.MEAN:
             self._samples_of_period += agreed.samples[0]
             self._samples_of_term += agreed.samples[0]

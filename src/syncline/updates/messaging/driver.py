@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 
 from syncline.errors import UpdateError
-from syncline.fabric import Progress
 from syncline.members import Membership
 from syncline.runtime.port import Port
 
@@ -30,11 +29,11 @@ STALL_GRACE_S = 4.0
 class Driver(ABC):
     """Failures, losses, and waits that end; what the machine's events and instructions are is the subclass's."""
 
-    def __init__(self, port: Port, membership: Membership, *, timeout_s: float, progress: Progress) -> None:
+    def __init__(self, port: Port, membership: Membership, *, timeout_s: float) -> None:
         self.membership = membership
         self._port = port
         self._timeout_s = timeout_s
-        self._progress = progress
+        self._progress = port.progress
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
 

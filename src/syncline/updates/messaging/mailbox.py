@@ -11,7 +11,7 @@ import dataclasses
 import json
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -207,11 +207,12 @@ def encode_record(record: Any, **beside: object) -> bytes:
     return json.dumps([type(record).__name__, fields, beside], separators=(",", ":")).encode()
 
 
-def decode_record(text: bytes, kinds: Mapping[str, Any], what: str) -> tuple[Any, dict[str, Any]]:
+def decode_record(text: bytes, kinds: Iterable[type], what: str) -> tuple[Any, dict[str, Any]]:
     """Return the record and what went beside it; raises ValueError if ``text`` is none of ``kinds``, and says so."""
     try:
         name, fields, beside = json.loads(text)
-        record = kinds[name](**{key: _as_tuple(value) for key, value in fields.items()})
+        [kind] = (kind for kind in kinds if kind.__name__ == name)
+        record = kind(**{key: _as_tuple(value) for key, value in fields.items()})
         return record, {key: _as_tuple(value) for key, value in beside.items()}
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ValueError(f"this is no message of {what}: {text[:80]!r}") from error

@@ -155,7 +155,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
-    """Push what lies at ``place``."""
+    """Push what lies at ``place``; all that a :class:`Push` says but the worker."""
 
     place: int
     period: int

@@ -8,7 +8,7 @@ on memory that only the training thread has at that moment.
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
@@ -194,15 +194,7 @@ class WorkerLink:
 
     def _push(self, send: Send, messages: MessageStream) -> None:
         message = self._places[send.place]
-        push = Push(
-            worker=self._port.rank,
-            period=send.period,
-            round_number=send.round_number,
-            iteration=send.iteration,
-            weight=send.weight,
-            place=send.place,
-        )
-        message.write(push)
+        message.write(Push(worker=self._port.rank, **asdict(send)))
         self._port.call_soon(self._transmit, message, messages, send.round_number)
 
     # --- the loop's thread ---------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ notes: small records, ahead of all buckets.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
@@ -22,7 +23,6 @@ from syncline.updates.messaging.mailbox import MessageStream, decode_record, enc
 from syncline.updates.overlapped.events import End, Hello, Push, Reply, ReplyAverage
 
 Told = Push | End | Hello | Reply | ReplyAverage
-_TOLD = {kind.__name__: kind for kind in (Push, End, Hello, Reply, ReplyAverage)}
 HEAD_BYTES, RANK_BYTES = 256, 12
 """Room for the text of a record, and for each rank of whose pushes it says how many were dropped."""
 
@@ -86,7 +86,7 @@ class Message:
 
     def read(self) -> Told:
         """Return what it says; raises ValueError if that is no record."""
-        record: Told = decode_record(bytes(self.memory[: self._head_bytes]), _TOLD, "the overlapped update")[0]
+        record: Told = decode_record(bytes(self.memory[: self._head_bytes]), get_args(Told), "the overlapped update")[0]
         return record
 
 
@@ -130,10 +130,9 @@ class Nonfinite:
 
 
 Note = LeftBehind | Stopped | Question | Answer | Nonfinite
-_NOTES = {kind.__name__: kind for kind in (LeftBehind, Stopped, Question, Answer, Nonfinite)}
 
 
 def decode_note(text: bytes) -> Note:
     """Return the note that a text is; raises ValueError if it is none."""
-    note: Note = decode_record(text, _NOTES, "the overlapped update")[0]
+    note: Note = decode_record(text, get_args(Note), "the overlapped update")[0]
     return note

@@ -189,7 +189,6 @@ class OverlappedUpdater(WholeUpdater):
             replaces=kind == "swap",
             make_feed=self._make_feed,
             timeout_s=self.collectives.timeout_s,
-            progress=communicator.progress,
             trace=self.collectives.trace,
         )
         self._tree_mean = TreeMean(self.collectives.control, self.buckets) if layout.ends_on_tree else None

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from syncline.errors import DeadlineError, FabricClosedError, PeerLostError, UpdateError, accusing
-from syncline.fabric import PeerLeftError, Progress
+from syncline.fabric import PeerLeftError
 from syncline.members import Membership, describe_ranks
 from syncline.observe import Trace
 from syncline.runtime.failures import LOOK
@@ -62,10 +62,9 @@ class ServerClient(Driver):
         replaces: bool,
         make_feed: Callable[[], Feed | Collect],
         timeout_s: float,
-        progress: Progress,
         trace: Trace,
     ) -> None:
-        super().__init__(port, Membership(layout.workers), timeout_s=timeout_s, progress=progress)
+        super().__init__(port, Membership(layout.workers), timeout_s=timeout_s)
         self.layout = layout
         self.clock = PeriodClock(layout.period)
         self.counts = ClientCounts()
@@ -202,10 +201,19 @@ class ServerClient(Driver):
     def statistics(self) -> OverlappedStatistics:
         """Return all counters."""
         told = zip(*(link.dropped for link in self.links), self._dropped_together, strict=True)
-        return self.counts.record(
+        counts = self.counts
+        return OverlappedStatistics(
+            num_steps=counts.num_steps,
+            num_periods=counts.num_periods,
             iteration=self.clock.iteration,
+            mean_staleness=counts.sum_staleness / max(1, counts.num_steps),
+            max_staleness=counts.max_staleness,
+            share_with_global=counts.num_with_global / max(1, counts.num_steps),
             dropped=tuple(sum(counted) for counted in told),
             num_forgotten=sum(link.num_forgotten for link in self.links),
+            waited_staleness_s=counts.waited_s["staleness"],
+            waited_period_s=counts.waited_s["period"],
+            waited_for=dict(counts.waited_for),
             lost=tuple(sorted(self.lost)),
         )
 

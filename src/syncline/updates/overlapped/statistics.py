@@ -65,22 +65,3 @@ class ClientCounts:
         """Count a wait."""
         self.waited_s[phase] += seconds
         self.waited_for.update(awaited)
-
-    def record(
-        self, *, iteration: int, dropped: tuple[int, ...], num_forgotten: int, lost: tuple[int, ...]
-    ) -> OverlappedStatistics:
-        """Return all of it as it stands, with what others count."""
-        return OverlappedStatistics(
-            num_steps=self.num_steps,
-            num_periods=self.num_periods,
-            iteration=iteration,
-            mean_staleness=self.sum_staleness / max(1, self.num_steps),
-            max_staleness=self.max_staleness,
-            share_with_global=self.num_with_global / max(1, self.num_steps),
-            dropped=dropped,
-            num_forgotten=num_forgotten,
-            waited_staleness_s=self.waited_s["staleness"],
-            waited_period_s=self.waited_s["period"],
-            waited_for=dict(self.waited_for),
-            lost=lost,
-        )

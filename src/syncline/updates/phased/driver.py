@@ -43,7 +43,6 @@ class PairDriver(Driver):
             setting.port,
             Membership((setting.port.rank, setting.partner)),
             timeout_s=setting.collectives.timeout_s,
-            progress=setting.collectives.communicator.progress,
         )
         self._setting = setting
         self._trace = setting.collectives.trace
