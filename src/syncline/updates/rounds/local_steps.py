@@ -25,7 +25,6 @@ from typing import ClassVar
 import torch
 
 from syncline.arguments import Count, check_fields
-from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
 from syncline.schedule import Collective
 from syncline.schedule.replicas import Replicate, find_replicas
@@ -143,7 +142,8 @@ class LocalStepsUpdater(WholeUpdater):
         topology = self.collectives.communicator.topology
         alone = tuple((rank,) for rank in range(world_size))
         self.parties = alone if rule.parties is None else find_replicas(topology, rule.parties)
-        self._party = _Party(setting, next(ranks for ranks in self.parties if self.collectives.rank in ranks))
+        self._ranks = next(ranks for ranks in self.parties if self.collectives.rank in ranks)
+        self._party = _open_party(setting, self._ranks)
         self._fragments = _divide(self.buckets, min(rule.fragments, rule.period))
         self._starts = [bucket.parameters.clone() for bucket in self.buckets]
         self._outer = [OuterStep(one, self.optimizer, rule.outer) for one in self.buckets if rule.outer is not None]
@@ -162,31 +162,31 @@ class LocalStepsUpdater(WholeUpdater):
     @property
     def reporting_ranks(self) -> Sequence[int]:
         """The ranks of this one's party, which tell each other of every pass."""
-        return self._party.ranks
+        return self._ranks
 
     def make_reports(self) -> StepReports | LocalReports:
         """Return what tells the party of each pass."""
-        return self._party.inner.make_reports() if self._party.inner is not None else LocalReports()
+        return self._party.make_reports() if self._party is not None else LocalReports()
 
     def begin_backward(self) -> None:
         """Let the round that is under way go on, and raise what went wrong in it."""
         if self._flight is not None:
             self._flight.advance()
-        if self._party.inner is not None:
-            self._party.inner.begin_backward()
+        if self._party is not None:
+            self._party.begin_backward()
 
     def reduce(self, bucket: Bucket) -> None:
         """Average the gradients over the party, if it has several ranks."""
-        if self._party.inner is not None:
-            self._party.inner.reduce(bucket)
+        if self._party is not None:
+            self._party.reduce(bucket)
 
     def finish_backward(self, report: PendingReport) -> Sequence[bool]:
         """Take the party's gradients, and note how many samples are behind them."""
-        if self._party.inner is None:
+        if self._party is None:
             present: Sequence[bool] = report.result().present
         else:
-            present = self._party.inner.finish_backward(report)
-        self._weight = report.total / len(self._party.ranks)
+            present = self._party.finish_backward(report)
+        self._weight = report.total / len(self._ranks)
         return present
 
     def step(self) -> None:
@@ -269,7 +269,8 @@ class LocalStepsUpdater(WholeUpdater):
 
     def close(self) -> None:
         """Give up what is under way."""
-        self._party.close()
+        if self._party is not None:
+            self._party.collectives.communicator.close()
         if self.collectives.crossing is not None:
             self.collectives.crossing.close()
 
@@ -334,34 +335,20 @@ class LocalStepsUpdater(WholeUpdater):
         return flight.wait_told()
 
 
-class _Party:
-    """The ranks that make the same local steps as this one, and how they average their gradients."""
-
-    def __init__(self, setting: Setting, ranks: tuple[int, ...]) -> None:
-        self.ranks = ranks
-        self.inner: AllReduceUpdater | None = None
-        """What averages gradients over the party; None where it is this rank alone."""
-        self._group: Communicator | None = None
-        if len(ranks) == 1:
-            return
-        job, plans = setting.collectives, [bucket.plan for bucket in setting.buckets]
-        self._group = group = job.communicator.open_group(ranks, streams=setting.reserve_streams(2 + len(plans)))
-        first = group.user_stream + 1
-        options = BucketScheduleOptions(is_divided=False)
-        collectives = BucketCollectives(
-            group,
-            control=ControlStream(group, stream=first, timeout_s=job.timeout_s),
-            bucket_schedules=plan_bucket_schedules(group, plans, options, first_stream=first + 1),
-        )
-        inner = Setting(
-            buckets=setting.buckets, optimizer=setting.optimizer, collectives=collectives, tuner=setting.tuner
-        )
-        self.inner = AllReduceUpdater(inner)
-
-    def close(self) -> None:
-        """Leave the group."""
-        if self._group is not None:
-            self._group.close()
+def _open_party(setting: Setting, ranks: Sequence[int]) -> AllReduceUpdater | None:
+    """Return what averages gradients over the ranks that make the same local steps; None if that is one alone."""
+    if len(ranks) == 1:
+        return None
+    job, plans = setting.collectives, [bucket.plan for bucket in setting.buckets]
+    group = job.communicator.open_group(ranks, streams=setting.reserve_streams(2 + len(plans)))
+    first, options = group.user_stream + 1, BucketScheduleOptions(is_divided=False)
+    collectives = BucketCollectives(
+        group,
+        control=ControlStream(group, stream=first, timeout_s=job.timeout_s),
+        bucket_schedules=plan_bucket_schedules(group, plans, options, first_stream=first + 1),
+    )
+    buckets, optimizer, tuner = setting.buckets, setting.optimizer, setting.tuner
+    return AllReduceUpdater(Setting(buckets=buckets, optimizer=optimizer, collectives=collectives, tuner=tuner))
 
 
 def _divide(buckets: Sequence[Bucket], number: int) -> list[list[Bucket]]:
