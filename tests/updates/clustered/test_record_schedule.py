@@ -1,8 +1,6 @@
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.errors import ConfigurationError
 from syncline.updates.clustered.record_schedule import Kind, RecordSchedule
 
 AGENDAS = st.builds(
@@ -39,14 +37,3 @@ def test_last_outer_round_is_the_newest(record_schedule: RecordSchedule, index: 
     before = [record_schedule.record(number) for number in range(index + 1)]
     exchanges = [record for record in before if record.is_outer_round]
     assert record_schedule.last_outer_round(index) == (exchanges[-1] if exchanges else None)
-
-
-@pytest.mark.parametrize(("period", "reelect_every"), [(0, 1), (1, 0)])
-def test_counts_are_at_least_one(period: int, reelect_every: int) -> None:
-    with pytest.raises(ConfigurationError):
-        RecordSchedule(period=period, reelect_every=reelect_every)
-
-
-def test_one_cluster_has_nothing_to_average() -> None:
-    with pytest.raises(ConfigurationError):
-        RecordSchedule(period=1, reelect_every=1, has_outer_rounds=False, averages=True)

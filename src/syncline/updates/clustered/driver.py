@@ -125,7 +125,7 @@ class ClusterDriver(Driver):
         """The ranks that are not known to be lost; a death that comes just now may be missing."""
         return self._node.view.live()
 
-    def _look(self, *, is_first: bool) -> None:  # noqa: ARG002 - what counts is for how long it was waited
+    def _look(self) -> None:
         """After half the deadline, let errors of all ranks know whom this one waits for."""
         if time.monotonic() - self._began_s >= self._timeout_s / 2:
             self._has_told_wait = True

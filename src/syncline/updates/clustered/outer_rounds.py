@@ -12,6 +12,7 @@ import json
 import sys
 import zlib
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Unpack, cast
 
 import torch
@@ -26,7 +27,7 @@ from syncline.runtime.tags import NUMBER_MASK, first_tag
 from syncline.schedule import Collective, Layout, Schedule, choose
 from syncline.tensors.memory import bytes_of, reduction_for
 from syncline.topology import Topology
-from syncline.updates.clustered.messages import Participants, Run
+from syncline.updates.clustered.messages import Run
 from syncline.updates.flat import Vector, shares
 
 SLICE_BYTES = 1 << 20
@@ -46,23 +47,33 @@ class OuterRounds:
 
     def __init__(self, port: Port, topology: Topology, *, stream: int) -> None:
         self._port = port
-        self._topology = topology
+        self._plan = lru_cache(MAX_SCHEDULES)(partial(_plan, topology))
         self._stream = stream
-        self._schedules: dict[Participants, Schedule] = {}
         self._calls: dict[Run, ServersCall] = {}
         self._abandoned: list[ServersCall] = []
         self.sent_bytes = 0
 
     def run(self, run: Run, finish: Finish) -> None:
         """Begin an outer round."""
-        place = [server for _, server in run.participants].index(self._port.rank)
-        mean: Vector = run.payload.copy().scale(shares(run.samples)[place])
-        schedule = self._schedule(run.participants, mean.shape.num_bytes)
+        servers = tuple(server for _, server in run.participants)
+        mean: Vector = run.payload.copy().scale(shares(run.samples)[servers.index(self._port.rank)])
+        schedule = self._plan(servers, mean.shape.num_bytes)
         parts = [
             (part, Layout.build(schedule, part.numel(), max(1, SLICE_BYTES // part.element_size())))
             for part in mean.parts
         ]
-        self._start(run, schedule, parts, lambda: finish(run, mean))
+        attempt = zlib.crc32(json.dumps([run.record.index, run.participants, schedule.digest]).encode()) & NUMBER_MASK
+
+        def finished() -> None:
+            self.sent_bytes += self._calls.pop(run).sent_bytes
+            for abandoned in self._abandoned:
+                abandoned.forget()
+            self._abandoned.clear()
+            finish(run, mean)
+
+        tag = first_tag(self._stream, attempt, FIRST_SLICE)
+        call = self._calls[run] = ServersCall(self._port, servers, schedule, parts, tag=tag, on_done=finished)
+        call.start()
 
     def abandon(self, run: Run) -> None:
         """Give up an outer round."""
@@ -71,28 +82,9 @@ class OuterRounds:
             call.abandon()
             self._abandoned.append(call)
 
-    def _schedule(self, participants: Participants, num_bytes: int) -> Schedule:
-        if participants not in self._schedules:
-            if len(self._schedules) >= MAX_SCHEDULES:
-                self._schedules.clear()
-            servers = self._topology.restricted([rank for _, rank in participants])
-            self._schedules[participants] = choose(servers, Collective.ALL_REDUCE, num_bytes)
-        return self._schedules[participants]
 
-    def _start(self, run: Run, schedule: Schedule, parts: Parts, done: Callable[[], None]) -> None:
-        attempt = zlib.crc32(json.dumps([run.record.index, run.participants, schedule.digest]).encode()) & NUMBER_MASK
-
-        def finished() -> None:
-            self.sent_bytes += self._calls.pop(run).sent_bytes
-            for abandoned in self._abandoned:
-                abandoned.forget()
-            self._abandoned.clear()
-            done()
-
-        servers = [rank for _, rank in run.participants]
-        tag = first_tag(self._stream, attempt, FIRST_SLICE)
-        call = self._calls[run] = ServersCall(self._port, servers, schedule, parts, tag=tag, on_done=finished)
-        call.start()
+def _plan(topology: Topology, servers: Sequence[int], num_bytes: int) -> Schedule:
+    return choose(topology.restricted(servers), Collective.ALL_REDUCE, num_bytes)
 
 
 class ServersCall:

@@ -16,8 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from syncline.errors import ConfigurationError
-
 
 class Kind(Enum):
     """What a record is."""
@@ -51,14 +49,6 @@ class RecordSchedule:
     reelect_every: int
     has_outer_rounds: bool = True
     averages: bool = False
-
-    def __post_init__(self) -> None:
-        if self.period < 1 or self.reelect_every < 1:
-            raise ConfigurationError(
-                f"period and reelect_every are counts of at least 1, not {self.period} and {self.reelect_every}"
-            )
-        if self.averages and not self.has_outer_rounds:
-            raise ConfigurationError("clusters that outer round nothing cannot average their parameters")
 
     @property
     def records_of_period(self) -> int:

@@ -49,15 +49,14 @@ class Driver(ABC):
 
         Who is waited for, lives, and does not train is left behind when it has been waited for long enough.
         """
-        start_s, wait_s, is_first = time.monotonic(), LOOK_S, True
+        start_s, wait_s = time.monotonic(), LOOK_S
         limit_s = min(self._port.stalls.limit_s, self._timeout_s)
         end_s = start_s + max(self._timeout_s, limit_s + STALL_GRACE_S)
         with self._progress.waiting(reason):
             while not self._wait_for(is_over, wait_s) and (now_s := time.monotonic()) < end_s:
                 if now_s - start_s >= limit_s:
                     self._port.call(self._leave_behind, self._timeout_s)
-                self._look(is_first=is_first)
-                is_first = False
+                self._look()
                 wait_s = min(2 * wait_s, LOOK_AGAIN_S, max(LOOK_S, end_s - now_s - LOOK_S))
 
     def _wait_for(self, is_over: Callable[[], bool], seconds: float) -> bool:
@@ -65,8 +64,8 @@ class Driver(ABC):
         with self._changed:
             return self._changed.wait_for(lambda: self._failure is not None or is_over(), seconds)
 
-    def _look(self, *, is_first: bool) -> None:  # noqa: B027 - most have nobody to ask
-        """Find out what holds up a wait; ``is_first`` in each."""
+    def _look(self) -> None:  # noqa: B027 - most have nobody to ask
+        """Find out what holds up a wait."""
 
     # --- the loop's thread ---------------------------------------------------------------------------------------
 

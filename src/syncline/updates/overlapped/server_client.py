@@ -268,6 +268,7 @@ class ServerClient(Driver):
         """Wait until ``is_over``; a failure, or the deadline, ends it with an error that names whom it waited for."""
         start_s = time.monotonic()
         self._go_on()
+        self._answers.clear()
         self._wait(is_over, phase)
         self.counts.note_wait(phase, time.monotonic() - start_s, self._awaited())
         with self._changed:
@@ -276,10 +277,8 @@ class ServerClient(Driver):
         self.raise_failure()
         raise self._late(phase)
 
-    def _look(self, *, is_first: bool) -> None:
+    def _look(self) -> None:
         """Ask the servers, also new ones, whom they wait for."""
-        if is_first:
-            self._answers.clear()
         self._port.call_soon(self.ask)
 
     def _has_left_behind(self) -> bool:
