@@ -1,5 +1,6 @@
 """A job with two hosts that nobody can dial, as behind routers: they train with all others."""
 
+import json
 import subprocess
 import sys
 
@@ -71,3 +72,19 @@ def test_a_whole_job_passes_through_one_port_of_each_host():
         one = {"SYNCLINE_PORTS": str(ONE_PORT), "MASTER_PORT": str(ONE_PORT)}
         carried = carried_between(lab, start(lab, "lab_sharded.py", "2", of_hosts={"h0": one, "h1": one}))
     assert carried[DirectedLink("h1", "up")] > 2 * NUM_BYTES * 0.5
+
+
+def test_doctor_says_before_the_job_who_cannot_be_dialled():
+    """The same hosts behind routers, found by running one command on each."""
+    with Lab(Topology.flat(3, rate=125e6)) as lab:
+        names = {host: lab.plan.host(host).address for host in ("h0", *HIDDEN)}
+        for host in names:
+            assert run(lab, host, DIAL_NOBODY, *(names[each] for each in HIDDEN)) == (0, "")
+        doctor = [sys.executable, "-m", "syncline.cli.main", "doctor", "--json", "--for", "60"]
+        asked = [*doctor, "--hosts", ",".join(names.values()), "--ports", f"{ONE_PORT}-{ONE_PORT + 1}"]
+        processes = [lab.spawn(host, asked, stdout=subprocess.PIPE, text=True) for host in names]
+        told = [json.loads(process.communicate(timeout=90)[0]) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 3
+    for one in told:
+        assert one["says"][-1] == f"{names['h1']} and {names['h2']} would meet at {names['h0']}, which passes all on."
+        assert one["found"] == told[0]["found"]

@@ -28,14 +28,20 @@ def doctor(
         str | None, typer.Option(metavar="HOST[:PORT]", help="Tell whether DSCP marks survive to HOST and back.")
     ] = None,
     listen: Annotated[bool, typer.Option("--listen", help="Answer --path of other machines, for a while.")] = False,
+    hosts: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Tell which of these hosts can dial which, as 'a[0-3],b0'.")
+    ] = None,
+    ports: Annotated[
+        str | None, typer.Option(metavar="FIRST-LAST", help="Ports of --hosts (default: SYNCLINE_PORTS).")
+    ] = None,
     port: Annotated[
         int, typer.Option(metavar="PORT", min=0, max=65535, help="Where --listen listens (0: any).")
     ] = PROBE_PORT,
     for_s: Annotated[
-        float, typer.Option("--for", metavar="SECONDS", min=0.1, max=86400, help="How long --listen lasts.")
+        float, typer.Option("--for", metavar="SECONDS", min=0.1, max=86400, help="How long --listen or --hosts last.")
     ] = 600.0,
     secret_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The secret of --path and --listen (mode 0600).")
+        Path | None, typer.Option(metavar="FILE", help="The secret of --path, --listen and --hosts (mode 0600).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print findings for programs.")] = False,
 ) -> None:
@@ -44,10 +50,20 @@ def doctor(
     --path HOST needs `syncline doctor --listen` on HOST. With --secret-file (or SYNCLINE_SECRET_FILE), both need
     the same secret.
 
-    Exit code 1 if training cannot work here, or no mark comes through; whatever is merely limited leaves it at 0.
+    --hosts is to run on all of these hosts at once, before the job does; it ends when all know all.
+
+    Exit code 1 if training cannot work here, no mark comes through, or two hosts could not meet; whatever is merely
+    limited leaves it at 0.
     """
-    if path is not None and listen:
-        raise ConfigurationError("--path asks and --listen answers; give one of them")
+    if (path is not None) + listen + (hosts is not None) > 1:
+        raise ConfigurationError("--path asks, --listen answers, and --hosts does both; give one of them")
+    if ports is not None and hosts is None:
+        raise ConfigurationError("--ports says which ports of --hosts are tried; give both")
+    if hosts is not None:
+        from syncline.cli.path_diagnosis import choose_key
+        from syncline.cli.port_diagnosis import show_ports
+
+        raise typer.Exit(show_ports(hosts, ports, for_s=for_s, as_json=as_json, key=choose_key(secret_file)))
     if path is not None or listen:
         from syncline.cli.path_diagnosis import choose_key, listen_for_probes, show_path  # loads the fabric
 
