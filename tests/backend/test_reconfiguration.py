@@ -12,16 +12,18 @@ import torch.distributed as dist
 from reconfigure_process import loss_of, make_model, make_optimizer
 
 import syncline
-from rank_scripts import run_python
+from rank_scripts import reserved_port, run_python, script_environment
 from syncline.errors import ConfigurationError
 
 SCRIPT = Path(__file__).with_name("reconfigure_process.py")
 
 
-def run_job(folder: Path, world_size: int, victim: int, place: str) -> list[dict[str, Any]]:
+def run_job(folder: Path, world_size: int, victim: int, place: str, **variables: str) -> list[dict[str, Any]]:
     """Run the job; return what those tell that came to its end."""
     launcher = ("-m", "syncline.cli.main", "run", "--ranks", world_size, "--elastic", "--restarts", "1")
-    done = run_python(*launcher, SCRIPT, folder, world_size, victim, place)
+    done = run_python(
+        *launcher, SCRIPT, folder, world_size, victim, place, environment=script_environment() | variables
+    )
     assert done.returncode == 0, done.stdout
     told = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     assert len(told) == world_size, done.stdout
@@ -70,8 +72,9 @@ def test_a_job_goes_on_without_a_rank_that_dies_and_with_the_one_that_comes(
 
 
 def test_a_rank_that_dies_while_the_group_is_made_anew_is_left_out_too(tmp_path: Path) -> None:
-    """The new rank 0 dies, with the new store."""
-    told = run_job(tmp_path, 4, 0, "store")
+    """The new rank 0 dies, with the new store. All share one port, where each new store takes the place of the last."""
+    with reserved_port() as port:
+        told = run_job(tmp_path, 4, 0, "store", SYNCLINE_PORTS=str(port))
     counted = check_replayed(told)
     assert counted[2] == [1, 3]
     assert set(counted[max(counted)]) > {1, 3}

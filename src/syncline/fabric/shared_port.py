@@ -46,6 +46,8 @@ _LOOK_S = 10.0
 """For how long a connection may say nothing, or its process have no room for it."""
 _RETRY_S = 0.01
 _CONNECT_S = 1.0
+_LAST_MS = 10**14
+"""Beyond any time, so that of several stores the newest comes first."""
 LOOPBACK = "127.0.0.1"
 _MOST_UNKNOWN = 512
 _numbers = count()
@@ -95,7 +97,7 @@ class SharedListener:
                 f"{format_endpoint(*self.getsockname())} is shared by another job's {name}; give this job another port "
                 "(SYNCLINE_PORTS, and MASTER_PORT)"
             )
-        path = self._port.path_of(f"{name}.{order:08d}.{os.getpid()}.{next(_numbers)}")
+        path = self._port.path_of(f"{name}.{order:014d}.{os.getpid()}.{next(_numbers)}")
         if self._path:
             self._path.rename(path)
         else:
@@ -141,14 +143,15 @@ class SharedStore:
     That is within this machine. Compiled code carries; the thread here only opens and closes.
     """
 
-    def __init__(self, address: str, port: int, options: FabricOptions) -> None:
+    def __init__(self, address: str, port: int, options: FabricOptions, *, is_alone: bool = True) -> None:
+        """``is_alone``: refuse where there is another store; else whoever comes now is for this one."""
         check_compiled()
         from syncline.fabric._native import Splices  # only where it can be imported
 
         options.check_exposure(address)
         self._listener = SharedListener(address, port, options)
         try:
-            self._listener.serve(STORE, is_alone=True)
+            self._listener.serve(STORE, order=_LAST_MS - int(1000 * time.time()), is_alone=is_alone)
             self.listening = listen_at("::1" if ":" in address else LOOPBACK, options, 0)
         except BaseException:
             self._listener.close()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from syncline.endpoints import format_endpoint
-from syncline.errors import ConfigurationError, RendezvousError
+from syncline.errors import RendezvousError
 from syncline.fabric import FabricOptions
 from syncline.fabric.rendezvous import FIRST_LINE_S, LINE_S
 from syncline.fabric.shared_port import SharedStore
@@ -117,13 +117,19 @@ def store_of_group() -> TorchStore:
 def serve_store(options: FabricOptions) -> tuple[Store, int]:
     """Serve a store of this rank's own, on the address that its fabric uses; return it and its port."""
     address = options.address or LOOPBACK
-    if options.shares_port:
-        raise ConfigurationError(
-            "reconfigure() serves a store of its own, which cannot share the one port that ranks may listen on; name "
-            "more (SYNCLINE_PORTS, as 29600-29631)"
-        )
+    if options.shares_port and options.ports is not None:
+        port = options.ports[0]
+        shared = SharedStore(address, port, options, is_alone=False)
+        try:
+            host, inner_port = shared.listening.getsockname()[:2]
+            store = _open_in_time(host, inner_port, shared.listening, timeout_s=options.connect_s)
+        except BaseException:
+            shared.close()
+            raise
+        finalize(store, shared.close)
+        return store, port
     listening = listen_in_range(address, options.ports, lambda port: _listen_on(address, port, options))
-    port: int = listening.getsockname()[1]
+    port = listening.getsockname()[1]
     return _open_in_time(address, port, listening, timeout_s=options.connect_s), port
 
 
