@@ -50,16 +50,20 @@ def collect_facts(command: Sequence[str], topologies: Sequence[Topology], *, net
 
 def write_record(folder: Path, rows: Sequence[Row], facts: dict[str, Any], table: str) -> tuple[str, ...]:
     """Write results.json, table.txt and plot.png; return what was left out, in sentences for the user."""
-    folder.mkdir(parents=True, exist_ok=True)
-    results = {"facts": facts, "rows": [row.to_dict() for row in rows]}
-    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    lines = [f"{name}: {value}" for name, value in facts.items()]
-    (folder / "table.txt").write_text("\n".join([*lines, "", table.rstrip(), ""]))
+    write_results(folder, [row.to_dict() for row in rows], facts, table)
     if not has_matplotlib():
         return ("no plot.png: matplotlib is not installed; it comes with pip install 'syncline[report]'",)
     title = f"{facts['topology']}, {facts['ranks']} ranks, {facts['network']}"
     draw_bars(folder / "plot.png", [_bars(group) for group in group_rows(rows)], title=title)
     return ()
+
+
+def write_results(folder: Path, rows: Sequence[dict[str, Any]], facts: dict[str, Any], table: str) -> None:
+    """Write results.json and table.txt."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
+    lines = [f"{name}: {value}" for name, value in facts.items()]
+    (folder / "table.txt").write_text("\n".join([*lines, "", table.rstrip(), ""]))
 
 
 def _bars(group: Group) -> Bars:

@@ -14,9 +14,20 @@ from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
+from syncline.bench.convergence import (
+    GROUPS,
+    NETWORKS,
+    TASKS,
+    choose_methods,
+    choose_tasks,
+    convergence_tables,
+    find_network,
+    first_of_groups,
+)
 from syncline.bench.pace import DEFAULT_BUDGET_S, Pace
-from syncline.bench.record import collect_facts, default_folder, write_record
+from syncline.bench.record import collect_facts, default_folder, write_record, write_results
 from syncline.bench.rows import group_rows
 from syncline.bench.running import Place, collect_rows, run_orders
 from syncline.bench.table import bench_table
@@ -28,10 +39,11 @@ from syncline.cli.launcher.scratch import shared_secret
 from syncline.errors import ConfigurationError, LaunchError
 from syncline.lab.lab import LabSettings
 from syncline.topology import Topology
-from syncline.units import parse_size
+from syncline.units import parse_duration, parse_size
 from syncline.variables import process_variables
 
 DEFAULT_SIZES = ("16 MiB", "64 MiB")
+QUICK_TASKS, QUICK_STEPS = ("gpt", "digits-by-label"), 16
 WIDTH = 150
 """Of a table in a file, in characters."""
 
@@ -125,6 +137,91 @@ def training(
     measure(task, _load(topologies), settings)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvergenceSettings:
+    """What is trained by which methods, how often and how far."""
+
+    tasks: Annotated[
+        list[str] | None, typer.Option("--task", metavar="NAME", help=f"Of {', '.join(TASKS)}; repeat it.")
+    ] = None
+    methods: Annotated[
+        list[str] | None, typer.Option("--method", metavar="NAME", help=f"Of {', '.join(GROUPS)}; repeat it.")
+    ] = None
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Trainings of each, from 0 on.")] = 3
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Of synchronous training, whose loss is the goal.")] = (
+        64
+    )
+    compute: Annotated[str, typer.Option(metavar="DURATION", help="What a rank computes in a step.")] = "100ms"
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="One seed and setting, 16 steps; one network and two tasks, unless named."),
+    ] = False
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where it is kept; trainings that are there are not made again.",
+            show_default="benchmarks/records/DATE_convergence",
+        ),
+    ] = None
+
+    @property
+    def compute_s(self) -> float:
+        """What a rank computes in a step."""
+        seconds = parse_duration(self.compute)
+        if seconds <= 0:
+            raise ConfigurationError(
+                f"--compute is what a rank computes in a step, more than 0, not {self.compute!r}; write for instance "
+                "100ms"
+            )
+        return seconds
+
+
+@app.command()
+@spread(ConvergenceSettings, into="settings")
+def convergence(
+    networks: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NETWORK]", help="Topology files or names, and of those below.", show_default="; ".join(NETWORKS)
+        ),
+    ] = None,
+    *,
+    settings: ConvergenceSettings,
+) -> None:
+    """Time to a loss: synchronous rules, codes, averages, DiLoCo, LocalSteps, Overlapped and Clustered.
+
+    Losses are found in one process, the ranks being threads; steps are predicted for an idle network.
+    """
+    from syncline.cli.convergence import Plan, Trainings  # loads numpy
+
+    folder, quick = settings.record or default_folder("convergence"), settings.quick
+    methods = choose_methods(settings.methods or ())
+    plan = Plan(
+        tasks=choose_tasks(settings.tasks or (QUICK_TASKS if quick else ())),
+        methods=first_of_groups(methods) if quick else methods,
+        networks=tuple(map(find_network, networks or (NETWORKS[:1] if quick else NETWORKS))),
+        num_seeds=1 if quick else settings.seeds,
+        num_steps=QUICK_STEPS if quick else settings.steps,
+        compute_s=settings.compute_s,
+        path=folder / "trainings.jsonl",
+    )
+    topologies = [network.topology for network in plan.networks]
+    facts = collect_facts(["syncline", *sys.argv[1:]], topologies, network="predicted; losses in one process")
+    folder.mkdir(parents=True, exist_ok=True)
+    trainings, is_whole = Trainings(plan), True
+    try:
+        trainings.run()
+    except KeyboardInterrupt:
+        is_whole = False
+    rows = list(trainings.rows())
+    facts["load_average_after"] = [round(load, 2) for load in os.getloadavg()]
+    write_results(folder, [row.to_dict() for row in rows], facts, _show(convergence_tables(rows)))
+    _report(f"record: {folder}")
+    if not is_whole:
+        raise LaunchError(f"the benchmark was interrupted; give --record {folder} again to go on with what is there")
+
+
 def measure(task: Task, topologies: list[Topology], settings: Settings) -> None:
     """Run the task in the orders that are asked for, print the table and write the record."""
     orders: Sequence[Order] = ORDERS if settings.order == "both" else (settings.order,)
@@ -139,11 +236,9 @@ def measure(task: Task, topologies: list[Topology], settings: Settings) -> None:
         "stolen_share": round(stolen.share, 3),
     }
     tables = [bench_table(group) for group in group_rows(rows)]
-    written = io.StringIO()
-    Console(file=written, width=WIDTH).print(*tables, sep="\n")
-    Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(*tables, sep="\n")
+    text = _show(tables)
     folder = settings.record or default_folder("-".join([task.experiment, *(topology.name for topology in topologies)]))
-    for note in write_record(folder, rows, facts, _without_trailing_blanks(written.getvalue())):
+    for note in write_record(folder, rows, facts, text):
         _report(note)
     if facts["stolen_share"] > NOTEWORTHY:
         _report(
@@ -195,8 +290,12 @@ def _check_planners(names: list[str] | tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _without_trailing_blanks(text: str) -> str:
-    return "\n".join(line.rstrip() for line in text.splitlines())
+def _show(tables: Sequence[Table]) -> str:
+    """Print the tables, and return them as a file has them."""
+    written = io.StringIO()
+    Console(file=written, width=WIDTH).print(*tables, sep="\n")
+    Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(*tables, sep="\n")
+    return "\n".join(line.rstrip() for line in written.getvalue().splitlines())
 
 
 def _report(text: str) -> None:
