@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import zlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,3 +75,50 @@ def test_the_command_shows_the_stack_of_the_rank_that_is_behind(
     assert "rank 1, process 7, training thread, innermost call first:\n    read_batch (train.py:8)" in out
     assert "other (x.py:1)" not in out
     assert f"rank 2 is process {os.getpid()}; py-spy, if it were installed here, shows its stacks" in out
+
+
+SPIED = """\
+echo "$@" > "$(dirname "$0")/asked"
+echo "Process 7: python train.py"
+echo
+echo 'Thread 7 (idle): "MainThread"'
+echo "    hold (train.py:6)"
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "state", "shown"),
+    [
+        (
+            SPIED,
+            "",
+            'rank 2, as py-spy sees it:\n    Process 7: python train.py\n    \n    Thread 7 (idle): "MainThread"',
+        ),
+        (SPIED, "its process is stopped", "        hold (train.py:6)"),
+        (
+            "echo 'Error: Permission Denied' >&2; exit 1",
+            "",
+            "py-spy cannot look at it, often for want of rights:\n    Err",
+        ),
+        ("echo 'Process 7: python train.py'", "", "py-spy cannot look at it, often for want of rights:\n    Process 7"),
+    ],
+)
+def test_the_stacks_of_a_silent_rank_are_those_that_py_spy_sees(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    script: str,
+    state: str,
+    shown: str,
+) -> None:
+    program = tmp_path / "py-spy"
+    program.write_text(f"#!/bin/sh\n{script}")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(command, "process_state", lambda _: state)
+    monkeypatch.setattr(command, "ask", lambda *_, **__: STUCK | {"namespace": command.process_namespace()})
+    command.explain_job("9470", seconds=1.0)
+    assert shown in capsys.readouterr().out
+    if script is SPIED:
+        asked = f"dump --pid {os.getpid()}" + " --nonblocking" * bool(state)
+        assert (tmp_path / "asked").read_text().strip() == asked

@@ -128,8 +128,11 @@ def _look_from_outside(name: str, pid: int) -> Iterator[str]:
     command: Sequence[str] = (program, "dump", "--pid", str(pid), *(["--nonblocking"] if state else []))
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_S, check=False)
-        told = done.stdout if done.returncode == 0 else done.stderr
     except (OSError, subprocess.TimeoutExpired) as error:
-        told = str(error)
-    yield f"{name}, as py-spy sees it:"
+        told, is_seen = str(error), False
+    else:
+        is_seen = done.returncode == 0 and "Thread " in done.stdout
+        told = done.stdout if is_seen else done.stderr or done.stdout
+    sees = "as py-spy sees it:" if is_seen else f"process {pid}: py-spy cannot look at it, often for want of rights:"
+    yield f"{name}, {sees}"
     yield from (f"    {line}" for line in told.splitlines())
