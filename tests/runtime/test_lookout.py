@@ -46,6 +46,7 @@ def report(seconds: float, own: Mapping[str, float], **changes: object) -> PaceR
         steps_s=seconds,
         link_bytes=(0,) * len(LINKS),
         lost_bytes=(0,) * len(LINKS),
+        busy_s=((0.0, 0.0),) * len(LINKS),
         pid=7,
     )
     return dataclasses.replace(told, **changes)  # type: ignore[arg-type]
@@ -163,13 +164,14 @@ def test_a_report_travels_and_nonsense_is_refused() -> None:
     with progress.storing():
         assert progress.stored_until_now_s > 0
     progress.loss, progress.num_samples = 0.5, 32
-    connection = SimpleNamespace(peer=1, lost_bytes=3)
+    connection = SimpleNamespace(peer=1, lost_bytes=3, busy_s=0.25)
     fabric = SimpleNamespace(rank=0, connections=[connection])
     counted: Any = SimpleNamespace(fabric=fabric, link_bytes=dict.fromkeys(RACKS.route(0, 1), 7))
     told = take_pace(progress, counted, RACKS)
     assert (told.num_steps, told.loss, told.num_samples) == (1, 0.5, 32)
     assert told.link_bytes[LINKS.index(DirectedLink("a", "up"))] == 7
     assert told.lost_bytes[LINKS.index(DirectedLink("a", "up"))] == 3
+    assert told.busy_s[LINKS.index(DirectedLink("a", "up"))] == (0.25, 0.25)
     assert told.stored_s == progress.stored_s > 0
     assert told.pid == os.getpid()
     assert "test_a_report_travels" in told.place
@@ -286,6 +288,32 @@ def test_links_that_lose_what_is_sent_are_named_with_the_part() -> None:
         "the link of b up holds the ranks up: 5.0% of what is sent there is lost, and sent again; they wait 60% of the "
         "time"
     ]
+
+
+def said_of_links(busy: Mapping[DirectedLink, tuple[float, float]], bytes_per_s: int, waited: float) -> list[str]:
+    """What is said where rank 0 tells that its connections were busy so, and all ranks wait."""
+    lookout, said = Lookout(RACKS, name, examine, behind_s=60.0, now_s=0.0), []
+    own = dict.fromkeys(PHASES, (1 - waited) / 4)
+    for now_s in range(2, 20, 2):
+        for rank in range(3):
+            spent = [tuple(now_s * one * (rank == 0) for one in busy.get(link, (0.0, 0.0))) for link in LINKS]
+            sent = tuple(bytes_per_s * now_s * (rank == 0) for _ in LINKS)
+            lookout.hear(rank, report(now_s, own, busy_s=tuple(spent), link_bytes=sent), now_s)
+        said += lookout.look(now_s)
+    return said
+
+
+def test_a_link_that_is_far_below_its_rate_while_ranks_wait_for_it_is_named() -> None:
+    up, down, other = DirectedLink("a", "up"), DirectedLink("b", "down"), DirectedLink("c", "down")
+    (line,) = said_of_links({up: (1.6, 0.85), down: (0.85, 0.85), other: (0.75, 0.75)}, 500_000, waited=0.8)
+    assert line == (
+        "the link of a up holds the ranks up: messages were under way there for 85% of the time, at 4.706 Mbit/s of "
+        "80 Mbit/s; they wait 80% of the time"
+    )
+    (line,) = said_of_links({up: (0.85, 0.85), down: (0.85, 0.85)}, 500_000, waited=0.8)
+    assert line.startswith("the links of a up and b down hold the ranks up"), "which of both is not known"
+    assert not said_of_links({up: (0.9, 0.3)}, 500_000, waited=0.8), "no connection was busy for as long as they wait"
+    assert not said_of_links({up: (0.85, 0.85)}, 3_000_000, waited=0.8), "it carried much"
 
 
 def test_where_a_late_rank_was_seen_and_that_it_swaps_are_told() -> None:

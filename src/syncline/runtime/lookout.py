@@ -15,7 +15,7 @@ import math
 import os
 import resource
 import struct
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -42,6 +42,8 @@ LEAST_USE, LEAST_WAIT = 0.6, 0.25
 """A link holds ranks up that is used for so much of the time, while they wait so much of it, and not much longer."""
 LEAST_LOST = 0.01
 """A link loses so much of what is sent on it, where that is worth a line: TCP then keeps far below its rate."""
+MOST_SLOW_PART = 0.25
+"""A link is slow that carries at most so much of its rate while a connection across it has something under way."""
 LEAST_FAULTS_PER_S = 20.0
 """Times a second that a process waits for memory which is on a disk."""
 SILENT_REPORTS = 3
@@ -49,7 +51,7 @@ SILENT_REPORTS = 3
 MOST_LINKS = 400
 """Of a report; where a rank uses more, those that carry least are left out."""
 _FIXED = struct.Struct("<BBBQQQIQddddddddddHH")
-_LINK = struct.Struct("<HQQ")
+_LINK = struct.Struct("<HQQII")
 _MOST_PLACE_BYTES = 200
 STARTING = "starting"
 """Outside of the phases while no step is finished: it imports, reads data, or compiles."""
@@ -74,6 +76,8 @@ class PaceReport:
     """What it has put on each link, in the order of :func:`watched_links`."""
     lost_bytes: tuple[int, ...] = ()
     """What of that TCP sent again as it was lost, likewise; a loss counts on all links of its path."""
+    busy_s: tuple[tuple[float, float], ...] = ()
+    """For how long its connections across each link had something under way: in all, and the one that had longest."""
     pid: int = 0
     num_faults: int = 0
     """How often one of its threads waited for memory that is on a disk."""
@@ -92,8 +96,10 @@ class PaceReport:
     def encode(self) -> bytes:
         """Return it as it travels."""
         moved = [
-            (num_bytes, number, lost)
-            for number, (num_bytes, lost) in enumerate(zip(self.link_bytes, self.lost_bytes, strict=True))
+            (num_bytes, number, lost, *(round(1000 * one) for one in busy))
+            for number, (num_bytes, lost, busy) in enumerate(
+                zip(self.link_bytes, self.lost_bytes, self.busy_s, strict=True)
+            )
             if num_bytes
         ]
         kept = sorted(moved, reverse=True)[:MOST_LINKS]
@@ -108,7 +114,7 @@ class PaceReport:
         )
         seconds = self.loss, self.total_s, *self.own_s, self.waited_s, self.steps_s, self.lacked_s, self.stored_s
         fixed = _FIXED.pack(*state, self.pid, self.num_faults, *seconds, len(kept), len(place))
-        return fixed + b"".join(_LINK.pack(number, sent, lost) for sent, number, lost in kept) + place
+        return fixed + b"".join(_LINK.pack(number, sent, *more) for sent, number, *more in kept) + place
 
     @classmethod
     def decode(cls, body: bytes, num_links: int) -> PaceReport:
@@ -121,12 +127,13 @@ class PaceReport:
             raise ControlError("of its pace what cannot be read") from error
         num_calls, num_steps, num_samples, pid, num_faults, loss, *seconds = counts
         is_whole = len(moved) == num_kept and len(body) == end + num_place
-        if not is_whole or phase >= len(PHASES) or any(number >= num_links for number, _, _ in moved):
+        if not is_whole or phase >= len(PHASES) or any(number >= num_links for number, *_ in moved):
             raise ControlError("of its pace what cannot be read")
         if not all(math.isfinite(one) and one >= 0 for one in seconds):
             raise ControlError("of its pace what cannot be")
-        sent = {number: num_bytes for number, num_bytes, _ in moved}
-        lost = {number: num_bytes for number, _, num_bytes in moved}
+        sent = {number: num_bytes for number, num_bytes, *_ in moved}
+        lost = {number: num_bytes for number, _, num_bytes, *_ in moved}
+        busy_s = {number: (in_all / 1000, longest / 1000) for number, _, _, in_all, longest in moved}
         total_s, *own_s, waited_s, steps_s, lacked_s, stored_s = seconds
         return cls(
             phase=PHASES[phase],
@@ -139,6 +146,7 @@ class PaceReport:
             steps_s=steps_s,
             link_bytes=tuple(sent.get(number, 0) for number in range(num_links)),
             lost_bytes=tuple(lost.get(number, 0) for number in range(num_links)),
+            busy_s=tuple(busy_s.get(number, (0.0, 0.0)) for number in range(num_links)),
             pid=pid,
             num_faults=num_faults,
             place=escape_text(body[end:], max_chars=_MOST_PLACE_BYTES),
@@ -173,6 +181,7 @@ def take_pace(progress: Progress, statistics: FleetStatistics, topology: Topolog
         steps_s=progress.steps_s,
         link_bytes=tuple(statistics.link_bytes.get(link, 0) for link in links),
         lost_bytes=tuple(lost.get(link, 0) for link in links),
+        busy_s=_busy_s(statistics, topology, links),
         pid=os.getpid(),
         num_faults=resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
         place=training_place(progress.thread) if is_elsewhere else "",
@@ -184,6 +193,17 @@ def take_pace(progress: Progress, statistics: FleetStatistics, topology: Topolog
     )
 
 
+def _busy_s(
+    statistics: FleetStatistics, topology: Topology, links: Mapping[DirectedLink, float]
+) -> tuple[tuple[float, float], ...]:
+    across: defaultdict[DirectedLink, list[float]] = defaultdict(list)
+    for one in statistics.fabric.connections:
+        if one.busy_s:
+            for link in topology.route(statistics.fabric.rank, one.peer):
+                across[link].append(one.busy_s)
+    return tuple((sum(across[link]), max(across[link], default=0.0)) for link in links)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """What one rank did with the time of a window; all are parts of one."""
@@ -193,6 +213,7 @@ class Share:
     lacked: float
     link_bytes_per_s: tuple[float, ...]
     lost_bytes_per_s: tuple[float, ...]
+    busy: tuple[tuple[float, float], ...]
     faults_per_s: float
     stored: float
     places: tuple[str, ...]
@@ -201,7 +222,7 @@ class Share:
     """How often it waited for a disk or another device there."""
 
     @property
-    def busy(self) -> float:
+    def worked(self) -> float:
         """The part in which it waited for nobody."""
         return sum(self.own.values())
 
@@ -375,6 +396,10 @@ class Lookout:
             lacked=(last.lacked_s - first.lacked_s) / seconds,
             link_bytes_per_s=tuple((later - earlier) / seconds for later, earlier in moved),
             lost_bytes_per_s=tuple((later - earlier) / seconds for later, earlier in lost),
+            busy=tuple(
+                (max(0.0, later[0] - earlier[0]) / seconds, max(0.0, later[1] - earlier[1]) / seconds)
+                for later, earlier in zip(last.busy_s, first.busy_s, strict=True)
+            ),
             faults_per_s=(last.num_faults - first.num_faults) / seconds,
             stored=(last.stored_s - first.stored_s) / seconds,
             places=tuple(report.place for _, report in heard[start + 1 :] if report.place),
@@ -395,11 +420,11 @@ class Lookout:
         shares = {rank: share for rank in self._heard if (share := self._share(rank, until_s)) is not None}
         if len(shares) < 2:
             return "", ""
-        slow = max(shares, key=lambda rank: (shares[rank].busy + 0.05 * (self._describe(rank) == self._named), -rank))
+        slow = max(shares, key=lambda rank: (shares[rank].worked + 0.05 * (self._describe(rank) == self._named), -rank))
         others = [share for rank, share in shares.items() if rank != slow]
-        name, usual = self._describe(slow), median(share.busy for share in others)
-        cost = shares[slow].busy - usual
-        if cost >= (KEPT_COST if name == self._named else LEAST_COST) and shares[slow].busy >= LEAST_FACTOR * usual:
+        name, usual = self._describe(slow), median(share.worked for share in others)
+        cost = shares[slow].worked - usual
+        if cost >= (KEPT_COST if name == self._named else LEAST_COST) and shares[slow].worked >= LEAST_FACTOR * usual:
             waited = median(share.waited for share in others), shares[slow].waited
             waits = f"they wait {waited[0]:.0%} of the time, and it {waited[1]:.0%}"
             why = self._reason(shares[slow], others) + _shortage(shares[slow], others, cost)
@@ -445,12 +470,33 @@ class Lookout:
             return name, f"{name} holds the ranks up: {moves}, and they wait {waited:.0%} of the time"
         worst = max(lost.values())
         if worst < LEAST_LOST:
-            return "", ""
+            return self._slow_link(shares, sent, waited)
         # What lost something counts on its whole path; the link at fault has the largest part, with those whose all
         # traffic crosses it too.
         names = [str(link) for link, part in lost.items() if part >= 0.8 * worst]
         name = f"the link{'s' * (len(names) > 1)} of {' and '.join(names[:3])}"
         what = f"{worst:.1%} of what is sent there is lost, and sent again"
+        return name, f"{name} hold{'s' * (len(names) < 2)} the ranks up: {what}; they wait {waited:.0%} of the time"
+
+    def _slow_link(self, shares: Sequence[Share], sent: Sequence[float], waited: float) -> tuple[str, str]:
+        """Return the link that is far below its rate though something is under way there for as long as ranks wait."""
+        in_all, found = {}, {}
+        for place, (link, rate) in enumerate(self._rates.items()):
+            longest = min(1.0, max(share.busy[place][1] for share in shares))
+            in_all[link] = sum(share.busy[place][0] for share in shares)
+            if math.isfinite(rate) and longest >= 0.8 * waited and sent[place] <= MOST_SLOW_PART * longest * rate:
+                found[link] = longest, sent[place] / longest, rate
+        if not found:
+            return "", ""
+        # A path has several links; that at fault has been busy for most of its connections.
+        most = max(in_all[link] for link in found)
+        names = [link for link in found if in_all[link] >= 0.8 * most]
+        longest, carried, rate = found[max(names, key=in_all.__getitem__)]
+        name = f"the link{'s' * (len(names) > 1)} of {' and '.join(map(str, names[:3]))}"
+        what = (
+            f"messages were under way there for {longest:.0%} of the time, at {format_rate(carried)} of "
+            f"{format_rate(rate)}"
+        )
         return name, f"{name} hold{'s' * (len(names) < 2)} the ranks up: {what}; they wait {waited:.0%} of the time"
 
 
