@@ -249,7 +249,7 @@ def check_names(job: Job, words: str) -> None:
     for error in job.ends.values():
         assert isinstance(error, SynclineError), f"{job.fault}: {error!r}"
         about = f"{job.fault}: {error}"
-        assert error.ranks_at_fault[0] == GUILTY, about
+        assert tuple(error.ranks_at_fault)[:1] == (GUILTY,), about
         assert re.findall(r"rank (\d) \(host", str(error))[0] == str(GUILTY), about
         assert words in str(error), about
 
