@@ -73,8 +73,8 @@ def is_closed(sock: socket.socket) -> bool:
     return True
 
 
-def left_in_folder(port: int) -> list[str]:
-    return [path.name for path in user_folder(os.environ).glob(f"{prefix_of(LOOPBACK, port)}*")]
+def left_in_folder(port: int, address: str = LOOPBACK) -> list[str]:
+    return [path.name for path in user_folder(os.environ).glob(f"{prefix_of(address, port)}*")]
 
 
 def read(sock: socket.socket, num_bytes: int) -> bytes:
@@ -153,11 +153,13 @@ def test_a_port_of_another_program_is_refused(port: int) -> None:
         SharedListener(LOOPBACK, port, FabricOptions(ports=(port, port)))
 
 
-def test_a_whole_job_goes_through_one_port(port: int) -> None:
-    ended = run_script(SCRIPT, 4, "fleet", extra={"SYNCLINE_PORTS": str(port), "MASTER_PORT": str(port)})
+@pytest.mark.parametrize("address", [LOOPBACK, "::1"])
+def test_a_whole_job_goes_through_one_port(port: int, address: str) -> None:
+    where = {"SYNCLINE_PORTS": str(port), "MASTER_PORT": str(port), "MASTER_ADDR": address}
+    ended = run_script(SCRIPT, 4, "fleet", extra=where)
     assert [status for status, _ in ended] == [0] * 4, ended
     assert all(f"listens on [{port}]" in text for _, text in ended), ended
-    assert left_in_folder(port) == []
+    assert left_in_folder(port, address) == []
 
 
 def test_process_groups_share_it_too(port: int) -> None:
