@@ -167,3 +167,22 @@ def test_process_groups_share_it_too(port: int) -> None:
     ended = run_script(SCRIPT, 4, "groups", extra={"SYNCLINE_PORTS": str(port)})
     assert [status for status, _ in ended] == [0] * 4, ended
     assert all(f"listens on [{port}]" in text for _, text in ended[1:]), ended
+
+
+def test_a_forked_child_has_no_part_in_it(port: int) -> None:
+    """As a loader's worker, which may drop what it was copied with."""
+    store = SharedStore(LOOPBACK, port, FabricOptions(ports=(port, port)))
+    with store.listening:
+        with listening(port, 1) as (listener,):
+            process = os.fork()
+            if process == 0:
+                try:
+                    listener.close()
+                    store.close()
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+            with dial(port, hello(1)), accepted(listener):
+                pass
+        store.close()

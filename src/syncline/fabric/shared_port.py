@@ -165,6 +165,8 @@ class SharedStore:
 
     def close(self) -> None:
         """Carry nothing any more."""
+        if self._wake.fileno() < 0:  # in a forked child, which has none of it
+            return
         self._wake.send(b".")
         self._thread.join()
         self._splices.close()
