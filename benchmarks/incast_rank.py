@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from syncline.fabric import Fabric, FabricOptions, Rendezvous, connect_tcp
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 from syncline.topology import Topology
 
 BULK_BYTES = 1 << 20

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         UpdateError,
     )
     from syncline.members import Elastic, MembershipChange, QuorumLostError
-    from syncline.priorities.terms import Priorities
+    from syncline.priorities.settings import Priorities
     from syncline.pytorch import data
     from syncline.pytorch.checkpoint import (
         CheckpointWork,
@@ -91,7 +91,7 @@ _HOMES = {
     "Clustered": "syncline.updates",
     "Elastic": "syncline.members",
     "MembershipChange": "syncline.members",
-    "Priorities": "syncline.priorities.terms",
+    "Priorities": "syncline.priorities.settings",
     "phase": "syncline.pytorch.phased",
     "PhasedTrainer": "syncline.pytorch.phased",
     "no_sync": "syncline.pytorch.control",

@@ -22,7 +22,7 @@ from torch import nn
 from syncline.backend.name import NAME
 from syncline.backend.registration import register
 from syncline.errors import ConfigurationError
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 from syncline.pytorch.consistency import DEFAULT_EVERY
 from syncline.pytorch.control import no_sync
 from syncline.pytorch.distribute import distribute

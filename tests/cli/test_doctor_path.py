@@ -10,7 +10,7 @@ import pytest
 
 from syncline.cli.path_diagnosis import class_names, judge_path
 from syncline.fabric.path_marks import PathMark
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 
 DOCTOR = [sys.executable, "-m", "syncline.cli.main", "doctor"]
 RELAY = [sys.executable, str(Path(__file__).with_name("bleaching_relay.py"))]

@@ -18,7 +18,7 @@ from syncline.errors import ConfigurationError, FabricClosedError, HandshakeErro
 from syncline.fabric import FabricOptions, sockets
 from syncline.fabric.sockets import mark
 from syncline.fabric.tcp import TcpFabric
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 from syncline.topology import Topology
 
 MIB = 1 << 20

@@ -16,7 +16,7 @@ from syncline.errors import ConfigurationError
 from syncline.fabric._native import Splices
 from syncline.fabric.dialling import CALL_BYTES, CALL_MAGIC
 from syncline.fabric.options import NOWHERE
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 from syncline.topology import Topology
 
 CLOSED_PORT = 1

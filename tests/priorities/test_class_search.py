@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from syncline.errors import ScheduleError
 from syncline.priorities.class_search import divide_by_proportions, search_classes
 from syncline.priorities.forward_timing import ForwardProfile, assumed_issue_s, predict_forward
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 
 
 def profile_of(

@@ -9,7 +9,7 @@ import pytest
 
 from syncline.errors import ConfigurationError
 from syncline.priorities.meter import StepMeter
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 from syncline.priorities.tuner import ClassTuner
 
 NUM_BYTES = (100, 100)

@@ -6,7 +6,7 @@ import pytest
 
 from syncline.priorities.decision import MAX_PATIENCE, Decision
 from syncline.priorities.meter import StepMeter, StepSample, median_of
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 
 
 class Clock:

@@ -9,7 +9,7 @@ import pytest
 
 import syncline
 from syncline.errors import ConfigurationError
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 
 
 def test_defaults_are_four_classes_that_are_searched() -> None:

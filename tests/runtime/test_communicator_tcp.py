@@ -14,7 +14,7 @@ from meeting_stores import DictStore
 from rank_scripts import run_struck
 from syncline.errors import MismatchError, PeerLostError, RendezvousError
 from syncline.fabric import FabricOptions
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 from syncline.runtime import CollectiveCall, Communicator, numpy_reduction
 from syncline.schedule import Collective, Layout, plan_tree
 from syncline.topology import Topology

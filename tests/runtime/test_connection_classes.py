@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 from syncline.runtime.connection_classes import ConnectionClasses
 
 FOUR = Priorities()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from syncline.errors import TopologyError
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 from syncline.topology import Topology
 
 HOSTS = "switch: core\nchildren: [{host: h0, uplink: 1 Gbit/s}, {host: h1, uplink: 1 Gbit/s}]\n"

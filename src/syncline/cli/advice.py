@@ -27,7 +27,7 @@ from syncline.priorities.forward_timing import (
     assumed_issue_s,
     predict_forward,
 )
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 from syncline.runtime.plans import Plans, plan_best
 from syncline.schedule import Collective, CostModel, Prediction, lower_bound, with_gateways_chosen
 from syncline.schedule.cost import predicted_slice_bytes

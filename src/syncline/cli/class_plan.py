@@ -11,7 +11,7 @@ from rich.table import Table
 
 from syncline.priorities.class_search import divide_by_proportions, search_classes
 from syncline.priorities.forward_timing import ForwardPrediction, ForwardProfile, assumed_issue_s, predict_forward
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 from syncline.runtime.plans import Plans, plan_best
 from syncline.schedule import Collective, predict
 from syncline.topology import Topology

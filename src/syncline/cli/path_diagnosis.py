@@ -15,7 +15,7 @@ from rich.table import Table
 from syncline.endpoints import PROBE_PORT, format_endpoint, parse_endpoint
 from syncline.fabric.path_marks import PathMark, open_mark_socket, probe_path, respond
 from syncline.fabric.sockets import CONTROL_DSCP
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 from syncline.pytorch.secret import read_secret, read_secret_file
 from syncline.variables import process_variables
 

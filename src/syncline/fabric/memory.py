@@ -21,7 +21,7 @@ from syncline.fabric.progress import Progress, Stalls
 from syncline.fabric.protocol import ABORTED, MAX_CONTROL_BYTES, FabricListener, PeerLeftError
 from syncline.fabric.slice_executor import SliceExecutor
 from syncline.fabric.statistics import ConnectionStatistics, FabricStatistics
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 
 
 @dataclass(slots=True, kw_only=True)

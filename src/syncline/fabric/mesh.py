@@ -32,7 +32,7 @@ from syncline.fabric.shared_port import SharedListener, name_of, open_listener
 from syncline.fabric.sizing import fit_grants, fit_options, fit_window_sizes
 from syncline.fabric.sockets import advertised_endpoint, prepare_connected, resolve_address
 from syncline.fabric.tcp import TcpFabric, TraceSink
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 from syncline.topology.topology import Topology
 
 

@@ -16,7 +16,7 @@ from syncline.errors import PeerLostError
 from syncline.fabric.progress import PeerStalls, Progress
 from syncline.fabric.slice_executor import SliceExecutor
 from syncline.fabric.statistics import FabricStatistics
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 
 ABORTED = "it aborted its fabric"
 """Why others lose a rank that gives no other reason."""

@@ -39,7 +39,7 @@ from syncline.fabric.slice_executor import SliceExecutor
 from syncline.fabric.standstill import Standstill, describe_absence
 from syncline.fabric.statistics import FabricStatistics, add_peers
 from syncline.members import News, is_believed
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 
 if TYPE_CHECKING:
     from syncline.fabric.peer_transport import TransportSet

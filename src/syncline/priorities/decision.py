@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from syncline.priorities.class_search import search_classes
 from syncline.priorities.forward_timing import ForwardPrediction, ForwardProfile, predict_forward
 from syncline.priorities.meter import StepSample
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 
 MAX_PATIENCE = 64
 

@@ -19,7 +19,7 @@ from typing import Protocol
 from syncline.priorities.class_search import divide_by_proportions
 from syncline.priorities.decision import Decision
 from syncline.priorities.meter import StepMeter, StepSample, median_of
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 
 _log = logging.getLogger(__name__)
 

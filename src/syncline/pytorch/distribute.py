@@ -13,7 +13,7 @@ from torch import nn
 from syncline.arguments import Whole, checked
 from syncline.errors import CheckpointError, UpdateError
 from syncline.members import Elastic
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 from syncline.pytorch.checkpoint.group import again_if_members_change
 from syncline.pytorch.checkpoint.loading import resume_together
 from syncline.pytorch.checkpoint.saving import save_alone, save_checkpoint

@@ -16,7 +16,7 @@ from torch import nn
 from syncline.errors import UpdateError
 from syncline.members import Elastic
 from syncline.observe import tell_if_long
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 from syncline.priorities.tuner import ClassTuner
 from syncline.pytorch.buffers import BufferBroadcast
 from syncline.pytorch.control import offer_no_sync, withdraw_no_sync

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from syncline.fabric import Fabric
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 from syncline.runtime.loop import CommunicationLoop
 
 ANSWER_S = 30.0

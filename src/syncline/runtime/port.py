@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from syncline.errors import FabricError
 from syncline.fabric import Fabric, PeerStalls, StallHandler
-from syncline.priorities.terms import MAX_CLASSES
+from syncline.priorities.settings import MAX_CLASSES
 from syncline.runtime.loop import CommunicationLoop
 from syncline.runtime.relay import ControlHandler, LossHandler, Relay, Told
 from syncline.runtime.work import Work

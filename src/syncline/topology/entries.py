@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from syncline.errors import ConfigurationError, UnitError
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 from syncline.topology.tree import Gateway, Link
 from syncline.units import parse_duration, parse_rate, parse_size
 

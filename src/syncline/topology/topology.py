@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from syncline.arguments import check_fields, checked
 from syncline.errors import TopologyError
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 from syncline.topology.host_matching import UNKNOWN_NETWORK, flat_root, match_ranks
 from syncline.topology.tree import DirectedLink, Host, Link, Node, Rank, Socket, Switch, walk
 

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypedDict
 
 from syncline.arguments import Bounds, Whole, check_fields, checked
 from syncline.errors import TopologyError
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 
 Direction = Literal["up", "down"]
 """Up: from the child to its parent. Down: from the parent to the child."""

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import yaml
 
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 from syncline.topology.tree import Host, Link, Node, Rank, Socket, Switch, walk
 from syncline.units import format_duration, format_rate
 

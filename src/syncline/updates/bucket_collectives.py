@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
 from syncline.schedule import Collective

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from syncline.errors import SynclineError, SynclineWarning, UpdateError
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 from syncline.topology import Topology
 
 

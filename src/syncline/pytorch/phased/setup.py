@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from syncline.errors import UpdateError
-from syncline.priorities.terms import Priorities
+from syncline.priorities.settings import Priorities
 from syncline.pytorch.flatten import Named, plan_model
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.packing import pack, unpack
