@@ -46,6 +46,11 @@ def parse_ports(text: str) -> tuple[int, int] | None:
     return int(first), int(numbers[1])
 
 
+def only_port(ports: tuple[int, int] | None) -> int | None:
+    """Return the port of a range that has one."""
+    return ports[0] if ports is not None and ports[0] == ports[1] else None
+
+
 def without_brackets(host: str) -> str:
     """Return ``"::1"`` for ``"[::1]"``, and anything else as it is."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host

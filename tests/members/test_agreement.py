@@ -7,7 +7,7 @@ from agreement_world import World
 
 from syncline.errors import FabricError
 from syncline.members import Epoch, QuorumLostError
-from syncline.members.agreement import Agreement, Go, Interrupt, Loss, Report, Stop
+from syncline.members.agreement import Agreement, Go, Interrupt, Loss, Report, Stop, Tell
 from syncline.runtime.regroup import decode_report, encode_report
 
 
@@ -153,10 +153,36 @@ def test_new_streams_are_free_on_all():
     second.lose(2)
     [told] = first.rest(first_free=30)
     second.hear(0, told.report)
-    answer, go = second.rest(first_free=12)
+    answer, _, go = second.rest(first_free=12)
     assert go.first_stream == 30
-    [same] = first.hear(1, answer.report)
+    _, same = first.hear(1, answer.report)
     assert same == go
+
+
+def test_who_is_left_out_is_told_before_the_others_may_have_gone():
+    """A late rank whose peers have come to their end meanwhile would else find only that they are gone."""
+    epoch = Epoch(number=0, members=(0, 1, 2))
+    first, second = (Agreement(rank=rank, epoch=epoch) for rank in (0, 2))
+    for machine in (first, second):
+        machine.lose(1)
+    [told] = first.rest(first_free=1)
+    second.hear(0, told.report)
+    _, news, go = second.rest(first_free=1)
+    assert isinstance(go, Go)
+    assert news.peers == (1,)
+    late = Agreement(rank=1, epoch=epoch)
+    [stop] = late.hear(2, news.report)
+    assert late.lose(0) == late.lose(2) == late.rest(first_free=1) == []
+    assert stop.error.ranks_at_fault == (1,)
+    assert "rank 1 was left behind: rank 2 tells that the others have gone on without it" in str(stop.error)
+
+
+def test_who_has_left_by_itself_is_told_nothing():
+    machine = Agreement(rank=0, epoch=Epoch(number=0, members=(0, 1)))
+    machine.expect_leave(1)
+    machine.lose(1)
+    [go] = machine.rest(first_free=1)
+    assert isinstance(go, Go)
 
 
 def test_reports_travel():
@@ -203,7 +229,7 @@ def play_one_loss(num_ranks, monkeypatch, *, reverse):
     for losses in ({}, lost):
         for peer in peers:
             effects = machine.hear(peer, Report(base=epoch, losses=losses, first_free=1))
-    assert [type(effect) for effect in effects] == [Go]
+    assert [type(effect) for effect in effects] == [Tell, Go]
     monkeypatch.setattr(Agreement, "_says_the_same", says_the_same)
     return num_compared, Members.num_scans
 

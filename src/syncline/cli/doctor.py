@@ -59,15 +59,13 @@ def doctor(
         raise ConfigurationError("--path asks, --listen answers, and --hosts does both; give one of them")
     if ports is not None and hosts is None:
         raise ConfigurationError("--ports says which ports of --hosts are tried; give both")
-    if hosts is not None:
-        from syncline.cli.path_diagnosis import choose_key
+    if path is not None or listen or hosts is not None:
+        from syncline.cli.path_diagnosis import choose_key, listen_for_probes, show_path  # loads the fabric
         from syncline.cli.port_diagnosis import show_ports
 
-        raise typer.Exit(show_ports(hosts, ports, for_s=for_s, as_json=as_json, key=choose_key(secret_file)))
-    if path is not None or listen:
-        from syncline.cli.path_diagnosis import choose_key, listen_for_probes, show_path  # loads the fabric
-
         key = choose_key(secret_file)
+        if hosts is not None:
+            raise typer.Exit(show_ports(hosts, ports, for_s=for_s, as_json=as_json, key=key))
         if path is not None:
             raise typer.Exit(show_path(path, as_json=as_json, key=key))
         listen_for_probes(port, for_s=for_s, key=key)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from syncline.arguments import Bounds, Count, Whole, check_fields
+from syncline.endpoints import only_port
 from syncline.errors import ConfigurationError
 
 MIN_SECRET_BYTES = 32
@@ -119,9 +120,9 @@ class FabricOptions:
         )
 
     @property
-    def shares_port(self) -> bool:
-        """Whether all that listens on this host does so at one port (:mod:`syncline.fabric.shared_port`)."""
-        return self.ports is not None and self.ports[0] == self.ports[1]
+    def shared_port(self) -> int | None:
+        """The port at which all that listens on this host does so (:mod:`syncline.fabric.shared_port`), if one is."""
+        return only_port(self.ports)
 
     def decided_for(self, addresses: Collection[str]) -> FabricOptions:
         """Return these options where all ranks listen on ``addresses``: whether frames carry codes is decided.

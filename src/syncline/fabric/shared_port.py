@@ -70,8 +70,8 @@ def open_listener(address: str, options: FabricOptions, *, port: int = 0) -> soc
 
     :class:`ConfigurationError` where that cannot be.
     """
-    if options.shares_port and options.ports is not None and port in (0, options.ports[0]):
-        return SharedListener(address, options.ports[0], options)
+    if (shared := options.shared_port) is not None and port in (0, shared):
+        return SharedListener(address, shared, options)
     return open_listening_socket(address, options, port=port)
 
 

@@ -94,8 +94,10 @@ class Agreement:
     >>> alone = Agreement(rank=0, epoch=Epoch(number=0, members=(0, 1)))
     >>> alone.lose(1)
     []
-    >>> [effect] = alone.rest(first_free=7)
-    >>> effect.epoch.members, effect.first_stream
+    >>> told, go = alone.rest(first_free=7)
+    >>> told.peers, told.report.base.members  # so that it does not go on too, if it lives
+    ((1,), (0,))
+    >>> go.epoch.members, go.first_stream
     ((0,), 7)
     """
 
@@ -248,7 +250,7 @@ class Agreement:
             self._awaited = {rank for rank in others if not self._says_the_same(rank)}
             effects = [Tell(peers=others, report=self._report())] if others else []
         if not self._awaited:
-            effects.append(self._go())
+            effects += self._go()
         return effects
 
     def _compare(self, peer: int) -> None:
@@ -264,14 +266,17 @@ class Agreement:
             report is not None and report.base.number == self.base.number and report.losses.keys() == self.losses.keys()
         )
 
-    def _go(self) -> Go:
+    def _go(self) -> list[Effect]:
+        """Go on; who was left out is told first, as the others may have come to their end before it asks."""
         before = self.base
         self.epoch = Epoch(number=before.number + 1, members=self.living)
         first_stream = max([self._first_free, *(report.first_free for report in self.heard.values())])
         lost = {rank: loss for rank, loss in self.losses.items() if rank in before.members}
         self.base, self.is_resting, self.heard = self.epoch, False, {}
         self._accused_by.clear()
-        return Go(epoch=self.epoch, first_stream=first_stream, lost=lost)
+        left_out = tuple(rank for rank, loss in lost.items() if not loss.has_left)
+        told: list[Effect] = [Tell(peers=left_out, report=self._report())] if left_out else []
+        return [*told, Go(epoch=self.epoch, first_stream=first_stream, lost=lost)]
 
     def _shortage(self) -> QuorumLostError | None:
         membership = Membership(self.base.members)

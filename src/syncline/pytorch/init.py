@@ -69,9 +69,10 @@ def init(
     repeat or leave out what is sent. ``interface`` (``SYNCLINE_INTERFACE``): the address, or the interface's name, that
     the other ranks reach. ``ports`` (``SYNCLINE_PORTS``), as ``"29600-29631"``: on which of them this rank listens,
     for the job, for its process groups and for newcomers, and rank 0 for the store too, where no ``MASTER_PORT`` is set
-    (default: any). ``advertise`` (``SYNCLINE_ADVERTISE``), as ``"address"`` or ``"address:port"``: where other ranks
-    reach this one, if not where it listens, as behind a router that hands a port on; ``"none"`` where ranks of other
-    hosts cannot dial it, as behind one that does not: it connects to them, or meets them at a third rank.
+    (default: any); one alone, ``"29600"``, all ranks of a host share. ``advertise`` (``SYNCLINE_ADVERTISE``), as
+    ``"address"`` or ``"address:port"``: where other ranks reach this one, if not where it listens, as behind a router
+    that hands a port on; ``"none"`` where ranks of other hosts cannot dial it, as behind one that does not: it connects
+    to them, or meets them at a third rank.
 
     Seconds, alike on all ranks: ``timeout_s`` (``SYNCLINE_TIMEOUT``, 300): how long a collective may take, and so how
     long a rank may validate or save by itself while the others wait. ``connect_timeout_s``

@@ -95,18 +95,11 @@ def open_store(environment: Environment) -> TorchStore | LocalStore:
     if environment.rank != 0 or environment.uses_agent_store:
         return TorchStore(_open_in_time(host, port, None, timeout_s=options.connect_s, line_s=line_s))
     assert options.address is not None, "resolved before ranks meet"
-    with contextlib.ExitStack() as stack:
-        if options.ports == (port, port):
-            shared = SharedStore(options.address, port, options)
-            stack.callback(shared.close)
-            listening = shared.listening
-        else:
-            listening = _listen(host, port, options, address=options.address)
-        # It dials itself where it listens, whatever the name means elsewhere.
-        host, port = listening.getsockname()[:2]
-        opened = TorchStore(_open_in_time(host, port, listening, timeout_s=options.connect_s, line_s=line_s))
-        finalize(opened, stack.pop_all().close)
-        return opened
+    if port == options.shared_port:
+        return TorchStore(_serve_shared(options.address, port, options, line_s=line_s))
+    listening = _listen(host, port, options, address=options.address)
+    host = listening.getsockname()[0]  # it dials itself where it listens, whatever the name means elsewhere
+    return TorchStore(_open_in_time(host, port, listening, timeout_s=options.connect_s, line_s=line_s))
 
 
 def store_of_group() -> TorchStore:
@@ -117,20 +110,26 @@ def store_of_group() -> TorchStore:
 def serve_store(options: FabricOptions) -> tuple[Store, int]:
     """Serve a store of this rank's own, on the address that its fabric uses; return it and its port."""
     address = options.address or LOOPBACK
-    if options.shares_port and options.ports is not None:
-        port = options.ports[0]
-        shared = SharedStore(address, port, options, is_alone=False)
-        try:
-            host, inner_port = shared.listening.getsockname()[:2]
-            store = _open_in_time(host, inner_port, shared.listening, timeout_s=options.connect_s)
-        except BaseException:
-            shared.close()
-            raise
-        finalize(store, shared.close)
-        return store, port
+    if (port := options.shared_port) is not None:
+        return _serve_shared(address, port, options, is_alone=False), port
     listening = listen_in_range(address, options.ports, lambda port: _listen_on(address, port, options))
     port = listening.getsockname()[1]
     return _open_in_time(address, port, listening, timeout_s=options.connect_s), port
+
+
+def _serve_shared(
+    address: str, port: int, options: FabricOptions, *, is_alone: bool = True, line_s: float = FIRST_LINE_S
+) -> Store:
+    """Serve a store at a port that it shares with the ranks of this host, as long as it is held."""
+    shared = SharedStore(address, port, options, is_alone=is_alone)
+    try:
+        host, own_port = shared.listening.getsockname()[:2]
+        store = _open_in_time(host, own_port, shared.listening, timeout_s=options.connect_s, line_s=line_s)
+    except BaseException:
+        shared.close()
+        raise
+    finalize(store, shared.close)
+    return store
 
 
 def dial_store(host: str, port: int, *, timeout_s: float) -> Store:

@@ -12,7 +12,7 @@ from syncline.cli.launcher.job import Job
 from syncline.cli.launcher.restarts import RestartLimits
 from syncline.cli.launcher.scratch import reserved_port
 from syncline.cli.launcher.supervisor import Limits
-from syncline.endpoints import MAX_PORT, format_endpoint, own_address, parse_ports
+from syncline.endpoints import MAX_PORT, format_endpoint, only_port, own_address, parse_ports
 from syncline.errors import ConfigurationError
 from syncline.variables import process_variables
 
@@ -73,8 +73,7 @@ def open_doors(elastic: Elasticity | None, job: Job, restarts: RestartLimits) ->
     if elastic is None:
         yield Doors(elastic=None)
         return
-    ports_of_all = parse_ports(process_variables().get("SYNCLINE_PORTS", ""))
-    shared = ports_of_all[0] if ports_of_all and ports_of_all[0] == ports_of_all[1] else None
+    shared = only_port(parse_ports(process_variables().get("SYNCLINE_PORTS", "")))
     join_port = elastic.join_port or shared
     if restarts.count and not job.is_whole and job.join is None and join_port is None:
         raise ConfigurationError(

@@ -293,7 +293,7 @@ class Entry:
         fields = {
             "machine": self.machine,
             "join_address": self.join_address,
-            "shares_port": self.options.shares_port,
+            "shares_port": self.options.shared_port is not None,
             "topology": self.topology,
         }
         await connection.send("join", version=VERSION, **fields)
