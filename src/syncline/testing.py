@@ -7,7 +7,6 @@ milliseconds and without a launcher. Not imported by ``import syncline``: write 
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import traceback
@@ -18,6 +17,7 @@ from syncline.arguments import Count, Seconds, checked
 from syncline.errors import DeadlineError
 from syncline.pytorch.fleet import Fleet
 from syncline.runtime import communicators_in_memory
+from syncline.runtime.whereabouts import current_frames
 from syncline.topology import Topology
 
 Result = TypeVar("Result")
@@ -113,14 +113,15 @@ def _topology_of(ranks: int | str | Topology) -> Topology:
 
 def _where(threads: dict[int, threading.Thread], deadline_s: float) -> str:
     """Return one line for each rank that still runs, with the innermost line of code that is not Syncline's."""
-    frames = sys._current_frames()
     lines = [f"ranks {', '.join(map(str, threads))} had not ended after {deadline_s:g} s"]
-    for rank, thread in threads.items():
-        frame = frames.get(thread.ident or 0)
-        stack = (
-            [entry for entry in traceback.extract_stack(frame) if "/syncline/" not in entry.filename] if frame else []
-        )
-        own = [entry for entry in stack if not entry.filename.endswith("threading.py")]
+    with current_frames() as frames:
+        stacks = {
+            rank: traceback.extract_stack(frames[thread.ident])
+            for rank, thread in threads.items()
+            if thread.ident is not None and thread.ident in frames
+        }
+    for rank, stack in stacks.items():
+        own = [one for one in stack if "/syncline/" not in one.filename and not one.filename.endswith("threading.py")]
         if own:
             lines.append(f"rank {rank} is in {own[-1].name}, {own[-1].filename}:{own[-1].lineno}: {own[-1].line}")
     return "; ".join(lines)

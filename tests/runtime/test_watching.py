@@ -7,9 +7,11 @@ import signal
 import struct
 import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 
+from rank_scripts import run_python
 from syncline.errors import ConfigurationError
 from syncline.report.examination import read_examination
 from syncline.report.explanation import explain
@@ -43,6 +45,12 @@ def test_all_ranks_answer_with_what_they_do_and_record_it_only_meanwhile() -> No
     finally:
         for communicator in communicators:
             communicator.close()
+
+
+def test_threads_may_be_looked_at_while_garbage_is_collected() -> None:
+    """Python 3.11 could hand on, as a frame, whatever had come into its memory; in a process that it may not harm."""
+    done = run_python(Path(__file__).with_name("looked_at_process.py"))
+    assert done.returncode == 0, done.stdout
 
 
 def test_questions_and_answers_travel_and_nonsense_is_refused() -> None:

@@ -6,10 +6,12 @@ well. One that holds the interpreter is not, and nor is a process that is stoppe
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -24,6 +26,7 @@ _STATES = {
     "X": "its process has ended",
     "D": "its process waits for a disk or another device",
 }
+_one_looks = threading.Lock()
 
 
 def process_state(pid: int) -> str:
@@ -76,8 +79,25 @@ def thread_stacks() -> dict[int, list[str]]:
     True
     """
     own = threading.get_ident()
-    frames = sys._current_frames()  # the documented way, private by its name alone
-    return {number: stack_of(frame) for number, frame in list(frames.items())[:MOST_THREADS] if number != own}
+    with current_frames() as frames:
+        return {number: stack_of(frame) for number, frame in list(frames.items())[:MOST_THREADS] if number != own}
+
+
+@contextlib.contextmanager
+def current_frames() -> Iterator[Mapping[int, FrameType]]:
+    """Give the innermost frame of each thread by its number, which may be followed outwards within this context.
+
+    No garbage is collected meanwhile: Python 3.11 makes an object for a frame when it is asked for, and where a
+    collection at that moment lets the frame's own thread go on, it returns, as a frame, what lies in its memory then.
+    """
+    with _one_looks:
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            yield sys._current_frames()  # the documented way, private by its name alone
+        finally:
+            if was_on:
+                gc.enable()
 
 
 def stack_of(frame: FrameType | None) -> list[str]:
@@ -92,8 +112,8 @@ def training_place(thread: int | None) -> str:
     >>> training_place(None)
     ''
     """
-    frame = sys._current_frames().get(thread or 0)
-    stack = list(_outwards(frame))
+    with current_frames() as frames:
+        stack = list(_outwards(frames.get(thread or 0)))
     if not stack:
         return ""
     own = next((one for one in stack if not _is_of_library(one.f_code.co_filename)), stack[0])
