@@ -6,16 +6,16 @@ well. One that holds the interpreter is not, and nor is a process that is stoppe
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 MOST_FRAMES, MOST_THREADS = 40, 24
 _LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
@@ -27,6 +27,7 @@ _STATES = {
     "D": "its process waits for a disk or another device",
 }
 _one_looks = threading.Lock()
+T = TypeVar("T")
 
 
 def process_state(pid: int) -> str:
@@ -79,13 +80,15 @@ def thread_stacks() -> dict[int, list[str]]:
     True
     """
     own = threading.get_ident()
-    with current_frames() as frames:
+
+    def stacks(frames: Mapping[int, FrameType]) -> dict[int, list[str]]:
         return {number: stack_of(frame) for number, frame in list(frames.items())[:MOST_THREADS] if number != own}
 
+    return look_at_frames(stacks)
 
-@contextlib.contextmanager
-def current_frames() -> Iterator[Mapping[int, FrameType]]:
-    """Give the innermost frame of each thread by its number, which may be followed outwards within this context.
+
+def look_at_frames(look: Callable[[Mapping[int, FrameType]], T]) -> T:
+    """Return what ``look`` makes of the innermost frame of each thread, by its number, and of those around it.
 
     No garbage is collected meanwhile: Python 3.11 makes an object for a frame when it is asked for, and where a
     collection at that moment lets the frame's own thread go on, it returns, as a frame, what lies in its memory then.
@@ -94,7 +97,7 @@ def current_frames() -> Iterator[Mapping[int, FrameType]]:
         was_on = gc.isenabled()
         gc.disable()
         try:
-            yield sys._current_frames()  # the documented way, private by its name alone
+            return look(sys._current_frames())  # the documented way, private by its name alone
         finally:
             if was_on:
                 gc.enable()
@@ -112,8 +115,7 @@ def training_place(thread: int | None) -> str:
     >>> training_place(None)
     ''
     """
-    with current_frames() as frames:
-        stack = list(_outwards(frames.get(thread or 0)))
+    stack = look_at_frames(lambda frames: list(_outwards(frames.get(thread or 0))))
     if not stack:
         return ""
     own = next((one for one in stack if not _is_of_library(one.f_code.co_filename)), stack[0])
