@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from emulated_networks import EmulatedNetwork, random_racks, shuffled
 
-from syncline.discovery.building import build_topology, describe_topology
 from syncline.discovery.discovery import find_tree, look_at
-from syncline.discovery.tree_search import fair_shares
+from syncline.discovery.tree_search import build_topology, describe_topology, fair_shares
 from syncline.schedule import Collective, choose, plan_sharded_step, predict, predict_sharded_step
 from syncline.topology import Switch, Topology
 

@@ -5,8 +5,7 @@ import ipaddress
 import pytest
 
 from syncline.errors import LabError
-from syncline.lab.building import building_batches
-from syncline.lab.plan import choose_network, plan_lab
+from syncline.lab.plan import building_batches, choose_network, plan_lab
 from syncline.lab.queues import QueueSettings
 from syncline.topology import Topology
 

@@ -8,8 +8,7 @@ import psutil
 import pytest
 
 from syncline.machines import measurement
-from syncline.machines.limits import Limits, is_in_memory
-from syncline.machines.measurement import clock_of_cpuinfo, probe_disk, read_machine, read_moment
+from syncline.machines.measurement import Limits, clock_of_cpuinfo, is_in_memory, probe_disk, read_machine, read_moment
 from syncline.machines.nvml import LIBRARY, Gpu, find_gpu, read_gpu
 
 
@@ -171,7 +170,7 @@ def test_no_library_no_gpu() -> None:
     assert Gpu(load=load).read_moment() == {}
 
 
-@pytest.mark.parametrize("module", ["features", "clustering", "measurement", "nvml", "limits"])
+@pytest.mark.parametrize("module", ["features", "clustering", "measurement", "nvml"])
 def test_imports_without_torch(module: str) -> None:
     probe = f"import sys, syncline.machines.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False, timeout=60).returncode == 0

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from syncline.machines import limits as limits_module
-from syncline.machines.limits import Limits, is_in_memory, read_limits, usable_cores
+from syncline.machines import measurement
+from syncline.machines.measurement import Limits, is_in_memory, read_limits, usable_cores
 
 GIB = 1 << 30
 
@@ -58,7 +58,7 @@ def test_no_limits(tmp_path: Path) -> None:
 
 
 def test_cores_are_those_that_the_process_may_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits_module.os, "sched_getaffinity", lambda process: {2, 5, 7})
+    monkeypatch.setattr(measurement.os, "sched_getaffinity", lambda process: {2, 5, 7})
     assert usable_cores(Limits()) == 3
     assert usable_cores(Limits(cores=1.5)) == 1.5
     assert usable_cores(Limits(cores=64)) == 3

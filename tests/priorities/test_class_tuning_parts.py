@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.priorities.decision import MAX_PATIENCE, Decision
 from syncline.priorities.meter import StepMeter, StepSample, median_of
 from syncline.priorities.settings import Priorities
+from syncline.priorities.tuner import MAX_PATIENCE, Decision
 
 
 class Clock:

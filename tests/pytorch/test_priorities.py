@@ -13,9 +13,9 @@ from torch import nn
 from syncline import Priorities
 from syncline.errors import ConfigurationError, SynclineError
 from syncline.observe import Trace
-from syncline.priorities.decision import Decision, Verdict
 from syncline.priorities.forward_timing import predict_forward
 from syncline.priorities.meter import StepSample
+from syncline.priorities.tuner import Decision, Verdict
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.topology import Topology

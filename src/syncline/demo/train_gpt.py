@@ -21,9 +21,16 @@ from torch import Tensor
 
 import syncline
 from syncline.demo import CHECKPOINT, DEFAULT_STEPS, Update
-from syncline.demo.closing import Closing, fleet_link_bytes, parameter_digests, show_closing
 from syncline.demo.corpus import Corpus, load_corpus
-from syncline.demo.display import Display, Moment, choose_display
+from syncline.demo.display import (
+    Closing,
+    Display,
+    Moment,
+    choose_display,
+    fleet_link_bytes,
+    parameter_digests,
+    show_closing,
+)
 from syncline.demo.gpt import GPT, GPTShape, nats_per_byte
 from syncline.errors import ConfigurationError
 from syncline.updates import UpdateRule

@@ -12,9 +12,8 @@ from types import TracebackType
 from typing import Any, Self, TypedDict
 
 from syncline.errors import LabError
-from syncline.lab.building import building_batches
 from syncline.lab.hostnames import write_host_names
-from syncline.lab.plan import LabPlan, choose_network, plan_lab
+from syncline.lab.plan import LabPlan, building_batches, choose_network, plan_lab
 from syncline.lab.programs import (
     check_congestion,
     check_machine,

@@ -1,8 +1,17 @@
-"""What cluster managers know of a network: topograph's instances and models, Kubernetes' nodes, hostfiles."""
+"""What cluster managers know of a network: Slurm, topograph's instances and models, Kubernetes' nodes, hostfiles.
+
+Slurm's is ``topology.conf``, ``topology.yaml``, and the address that each task gets:
+
+    SwitchName=leaf1 Nodes=node[01-16]          BlockName=b1 Nodes=node[01-16]
+    SwitchName=spine Switches=leaf[1-4]
+
+None knows rates (Slurm's ``LinkSpeed`` has no unit, and Slurm does not use it).
+"""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from syncline.errors import TopologyError
@@ -27,6 +36,10 @@ _GPUS = ("nvidia.com/gpu", "amd.com/gpu")
 _HOST = re.compile(r"(?P<name>[^\s:]+)(?::(?P<count>\d+))?(?P<rest>(?:\s+\w+=\S+)*)", re.ASCII)
 _SLOTS = re.compile(r"\sslots=(\d+)", re.ASCII)
 _TOP = "network"
+_KEYS = ("switchname", "nodes", "switches", "linkspeed", "blockname", "blocksizes")
+_IS_CONF = re.compile(r"^\s*(switch|block)(name|sizes)\s*=", re.IGNORECASE | re.MULTILINE)
+_VARIABLE = re.compile(r"(?:\d+: *)?(?:(?P<name>\w+)=)?(?P<value>.*)", re.ASCII)
+_PATTERN = re.compile(r"(\w+\.)*node", re.ASCII)
 
 
 def read_kubernetes_nodes(text: str, label: str) -> Switches:
@@ -119,3 +132,116 @@ def read_hostfile(text: str, label: str) -> Switches:
         raise TopologyError(f"{label} line 1: the file names no host; write 'node1 slots=4'")
     hosts = (HostPlace(name=name, line=lines[name], num_ranks=ranks) for name, ranks in num_ranks.items())
     return switches_above([((), host) for host in hosts])
+
+
+def read_slurm(text: str, label: str) -> Switches:
+    """Read a ``topology.conf`` (tree or block), or a ``topology.yaml``: its default topology, else its first."""
+    if _IS_CONF.search(text):
+        return _read_conf(text, label)
+    if not text.strip():
+        raise TopologyError(f"{label} line 1: the file names no switch; write 'SwitchName=NAME Nodes=...'")
+    return _read_yaml(read_marked(text, label=label))
+
+
+def _hosts(names: str, line: int) -> tuple[HostPlace, ...]:
+    return tuple(HostPlace(name=name, line=line) for name in expand_hostlist(names))
+
+
+def _read_conf(text: str, label: str) -> Switches:
+    switches: dict[str, SwitchPlace] = {}
+    blocks: list[str] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        try:
+            settings = _read_settings(content)
+            is_block = "blockname" in settings
+            names = expand_hostlist(settings.get("switchname") or settings.get("blockname") or "")
+            below = expand_hostlist(settings["switches"]) if "switches" in settings else ()
+            hosts = _hosts(settings["nodes"], number) if "nodes" in settings else ()
+        except TopologyError as error:
+            raise TopologyError(f"{label} line {number}: {error}") from error
+        for name in names if set(settings) != {"blocksizes"} else ():
+            if name in switches:
+                raise TopologyError(
+                    f"{label} line {number}: switch {name!r} has a line already, {switches[name].line}; give it one"
+                )
+            switches[name] = SwitchPlace(line=number, switches=below, hosts=hosts)
+            blocks += [name] * is_block
+    return switches | ({_TOP: SwitchPlace(line=1, switches=tuple(blocks))} if len(blocks) > 1 else {})
+
+
+def _read_settings(content: str) -> dict[str, str]:
+    settings: dict[str, str] = {}
+    for word in content.split():
+        key, _, value = word.partition("=")
+        if key.lower() not in _KEYS or not value:
+            raise TopologyError(f"{word!r} is not understood; write SwitchName=, Nodes=, Switches= or LinkSpeed=")
+        settings[key.lower()] = value
+    if not {"switchname", "blockname", "blocksizes"} & set(settings):
+        raise TopologyError("the line has no SwitchName=; add it")
+    return settings
+
+
+def _read_yaml(marked: MarkedData) -> Switches:
+    count = len(value_at(marked, (), list))
+    is_default = [value_at(marked, (k, "cluster_default"), bool, False) for k in range(count)]
+    chosen = is_default.index(True) if True in is_default else 0
+    for kind, names, below in (("tree", "switches", "switch"), ("block", "blocks", "block")):
+        if value_at(marked, (chosen, kind), dict, None) is not None:
+            return _read_yaml_switches(marked, (chosen, kind, names), below)
+    raise marked.error((chosen,), "this topology is neither a tree nor blocks, so it tells nothing of the network")
+
+
+def _read_yaml_switches(marked: MarkedData, location: tuple[str | int, ...], key: str) -> Switches:
+    switches: dict[str, SwitchPlace] = {}
+    for index in range(len(value_at(marked, location, list))):
+        place = (*location, index)
+        line = marked.line_of(place)
+        nodes, below = (str(value_at(marked, (*place, each), object, "")) for each in ("nodes", "children"))
+        try:
+            entry = SwitchPlace(
+                line=line,
+                switches=expand_hostlist(below) if below else (),
+                hosts=_hosts(nodes, line) if nodes else (),
+            )
+        except TopologyError as error:
+            raise marked.error(place, str(error)) from error
+        name = str(value_at(marked, (*place, key), object))
+        if name in switches:
+            raise marked.error(place, f"{key} {name!r} is told already, in line {switches[name].line}; give it one")
+        switches[name] = entry
+    if key == "block" and len(switches) > 1:
+        return switches | {_TOP: SwitchPlace(line=marked.line_of(location), switches=tuple(switches))}
+    return switches
+
+
+def read_slurm_addresses(text: str, label: str) -> Switches:
+    """Read what ``srun printenv SLURM_TOPOLOGY_ADDR`` prints, a line for each task: ``root.leaf2.node7``.
+
+    A host has as many ranks as it has lines. ``SLURM_TOPOLOGY_ADDR_PATTERN`` beside it is used where names have dots.
+    """
+    addresses: Counter[str] = Counter()
+    lines: dict[str, int] = {}
+    patterns = set()
+    for number, line in enumerate(text.splitlines(), start=1):
+        match = _VARIABLE.fullmatch(line.strip())
+        assert match is not None, "all of it may be missing"
+        name, value = match["name"] or "SLURM_TOPOLOGY_ADDR", match["value"].strip()
+        if _PATTERN.fullmatch(value):
+            patterns.add(value)
+        elif name == "SLURM_TOPOLOGY_ADDR" and value:
+            addresses[value] += 1
+            lines.setdefault(value, number)
+    if not addresses:
+        raise TopologyError(
+            f"{label} line 1: no line has an address such as root.leaf2.node7; write the file by "
+            "`srun printenv SLURM_TOPOLOGY_ADDR`"
+        )
+    num_dots = patterns.pop().count(".") if len(patterns) == 1 else -1
+    hosts = []
+    for address, num_ranks in addresses.items():
+        *above, name = address.split(".", num_dots)
+        hosts.append((above, HostPlace(name=name, line=lines[address], num_ranks=num_ranks)))
+    return switches_above(hosts)

@@ -13,10 +13,15 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from syncline.errors import TopologyError
-from syncline.topology.cluster_formats import read_hostfile, read_kubernetes_nodes, read_topograph
+from syncline.topology.cluster_formats import (
+    read_hostfile,
+    read_kubernetes_nodes,
+    read_slurm,
+    read_slurm_addresses,
+    read_topograph,
+)
 from syncline.topology.infragraph import read_infragraph
 from syncline.topology.places import HostPlace, Switches
-from syncline.topology.slurm import read_slurm, read_slurm_addresses
 from syncline.topology.tree import Host, Link, Rank, Switch, TopologyParts, check_name, check_num_ranks
 
 Reader = Callable[[str, str], Switches]

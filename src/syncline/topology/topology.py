@@ -269,7 +269,7 @@ class Topology:
 
     def to_yaml(self) -> str:
         """Write the topology so that :meth:`parse` gives an equal one."""
-        from syncline.topology.writing import write_document
+        from syncline.topology.rendering import write_document
 
         return write_document(self.name, self.root, self.priorities)
 
