@@ -25,8 +25,8 @@ from typing import IO, Any
 
 import psutil
 
-from syncline.bench.orders import in_order
 from syncline.bench.record import collect_facts
+from syncline.bench.running import in_order
 from syncline.cli.bench import StolenTime
 from syncline.lab import Lab
 from syncline.lab.programs import run_program

@@ -6,10 +6,10 @@ import os
 import pytest
 from typer.testing import CliRunner
 
+from syncline.bench.record import has_matplotlib
 from syncline.cli import bench
 from syncline.errors import ConfigurationError
 from syncline.lab.records import all_records
-from syncline.report.bench_plot import has_matplotlib
 
 TWO_HOSTS = "topology: pair\nswitch: core\nchildren:\n  - {host: 'h[0-1]', uplink: 1 Gbit/s}\n"
 

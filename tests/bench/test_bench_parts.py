@@ -6,16 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from syncline.bench.orders import in_order, interleaved
-from syncline.bench.pace import Pace, Tally
-from syncline.bench.record import collect_facts, write_record
-from syncline.bench.rows import COMPUTE_ALONE, Row, group_rows, load_rows, save_rows
-from syncline.bench.table import bench_table
-from syncline.bench.task import TRAINING_PEERS, ModelShape, Task, choose_peers
+from syncline.bench.record import collect_facts, has_matplotlib, write_record
+from syncline.bench.rows import COMPUTE_ALONE, Row, bench_table, group_rows, load_rows, save_rows
+from syncline.bench.running import in_order, interleaved
+from syncline.bench.task import TRAINING_PEERS, ModelShape, Pace, Tally, Task, choose_peers
 from syncline.cli import bench
 from syncline.cli.bench import StolenTime
 from syncline.errors import ConfigurationError, LaunchError
-from syncline.report.bench_plot import has_matplotlib
 from syncline.topology import Topology
 
 

@@ -11,8 +11,7 @@ from rich.console import Console
 from syncline.cli.advice import RING, Advice
 from syncline.cli.advise import advise, show
 from syncline.cli.comparison import compare_planners
-from syncline.cli.replica_plan import plan_replicas
-from syncline.cli.step_plan import plan_step
+from syncline.cli.step_plan import plan_replicas, plan_step
 from syncline.errors import ConfigurationError, SynclineError
 from syncline.schedule import Collective, CostModel
 from syncline.topology import Topology

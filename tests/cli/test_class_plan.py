@@ -33,7 +33,7 @@ def _model_file(tmp_path: Path) -> Path:
 def test_the_figures_of_a_plan_belong_together(model_file: Path) -> None:
     result = CliRunner().invoke(app, ["two-racks-5-3", "--model", f"{model_file}:make", "--json"])
     assert result.exit_code == 0, result.output
-    plan = json.loads(result.output)
+    plan = json.loads(result.stdout)
     profile = plan["profile"]
     assert sum(profile["num_bytes"]) == 24 * (512 * 512 + 512) * 4
     assert len(plan["names"]) == len(profile["forward_s"]) == len(plan["chosen"]["classes"]) > 4

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from syncline.cli import diagnosis
-from syncline.cli.diagnosis import CHECKS, Verdict
+from syncline.cli import doctor
+from syncline.cli.doctor import CHECKS, Verdict
 from syncline.machines import nvml
 
 
@@ -22,15 +22,15 @@ def test_every_check_says_what_it_found(check):
 
 
 def test_an_old_torch_is_no_obstacle_but_a_missing_one_is(monkeypatch):
-    monkeypatch.setattr(diagnosis.importlib.metadata, "version", lambda name: "1.9.0")
-    assert diagnosis.check_torch().verdict is Verdict.LIMITED
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "1.9.0")
+    assert doctor.check_torch().verdict is Verdict.LIMITED
 
     def missing(name):
-        raise diagnosis.importlib.metadata.PackageNotFoundError(name)
+        raise doctor.importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(diagnosis.importlib.metadata, "version", missing)
-    assert diagnosis.check_torch().verdict is Verdict.LACKING
-    assert "install torch 2.11 or newer" in diagnosis.check_torch().remedy
+    monkeypatch.setattr(doctor.importlib.metadata, "version", missing)
+    assert doctor.check_torch().verdict is Verdict.LACKING
+    assert "install torch 2.11 or newer" in doctor.check_torch().remedy
 
 
 @pytest.mark.parametrize(
@@ -44,41 +44,41 @@ def test_an_old_torch_is_no_obstacle_but_a_missing_one_is(monkeypatch):
     ],
 )
 def test_it_is_said_which_torch_is_tested(monkeypatch, version, verdict, what):
-    monkeypatch.setattr(diagnosis.importlib.metadata, "version", lambda name: version)
-    finding = diagnosis.check_torch()
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: version)
+    finding = doctor.check_torch()
     assert (finding.verdict, finding.what) == (verdict, what)
 
 
 def test_of_a_gpu_it_is_said_that_its_paths_are_untested(monkeypatch):
-    assert diagnosis.check_gpu().verdict is Verdict.FINE  # where the tests run there is none
+    assert doctor.check_gpu().verdict is Verdict.FINE  # where the tests run there is none
     monkeypatch.setattr(nvml.Gpu, "read_kind", lambda _: {"gpu_hz": 1e9, "gpu_memory_bytes": 80.0 * (1 << 30)})
-    finding = diagnosis.check_gpu()
+    finding = doctor.check_gpu()
     assert (finding.verdict, finding.what[:7]) == (Verdict.LIMITED, "80 GiB;")
     assert "never been run on a GPU" in finding.what
 
 
 def test_few_open_files_are_told_with_the_command(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
-    finding = diagnosis.check_open_files()
+    finding = doctor.check_open_files()
     assert finding.verdict is Verdict.LIMITED
     assert "ulimit -n 4096" in finding.remedy
 
 
 def test_an_unlimited_number_of_open_files_is_fine(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert diagnosis.check_open_files().verdict is Verdict.FINE
+    assert doctor.check_open_files().verdict is Verdict.FINE
 
 
 def test_missing_tools_are_named(monkeypatch):
-    monkeypatch.setattr(diagnosis.shutil, "which", lambda tool: None if tool == "tc" else "/sbin/ip")
-    finding = diagnosis.check_lab_tools()
+    monkeypatch.setattr(doctor.shutil, "which", lambda tool: None if tool == "tc" else "/sbin/ip")
+    finding = doctor.check_lab_tools()
     assert (finding.what, finding.verdict) == ("no tc", Verdict.LIMITED)
     assert "iproute2" in finding.remedy
 
 
 def test_a_compiled_part_that_is_missing(monkeypatch):
     monkeypatch.setattr(importlib.machinery, "EXTENSION_SUFFIXES", [".none"])
-    finding = diagnosis.check_compiled()
+    finding = doctor.check_compiled()
     assert (finding.verdict, finding.what) == (Verdict.LACKING, "missing: no job of several ranks can start")
     assert "pip install --force-reinstall syncline" in finding.remedy
 

@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 
-from syncline.cli.launcher.folder import LOCK, own_folder, remove_abandoned
+from syncline.cli.launcher.scratch import LOCK, own_folder, remove_abandoned
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.cli.launcher.lines import LIMIT_BYTES, REDRAW_INTERVAL_S, LineSplitter
+from syncline.cli.launcher.session import LIMIT_BYTES, REDRAW_INTERVAL_S, LineSplitter
 
 
 def test_a_partial_line_waits_for_its_end():

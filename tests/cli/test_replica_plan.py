@@ -7,8 +7,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from syncline.cli.replica_plan import choice_table, parse_replicate, plan_replicas, show_replicas
-from syncline.cli.step_plan import plan_step
+from syncline.cli.step_plan import choice_table, parse_replicate, plan_replicas, plan_step, show_replicas
 from syncline.errors import TopologyError
 from syncline.schedule.replicas import find_replicas
 from syncline.schedule.replicated_step import choose_replicas

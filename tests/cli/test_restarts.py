@@ -10,9 +10,8 @@ import pytest
 from launched_scripts import TWO_HOSTS, start
 from typer.testing import CliRunner
 
-from syncline.cli.launcher.elasticity import Elasticity
-from syncline.cli.launcher.restarts import RestartLimits
-from syncline.cli.launcher.supervisor import Limits
+from syncline.cli.launcher.environment import Elasticity
+from syncline.cli.launcher.supervisor import Limits, RestartLimits
 from syncline.cli.run import app
 from syncline.errors import ConfigurationError
 

@@ -3,13 +3,14 @@
 import math
 import signal
 
-from syncline.cli.launcher.restarts import RestartBudget, RestartLimits
 from syncline.cli.launcher.supervisor import (
     Announce,
     Exit,
     Interrupted,
     Limits,
     RankExited,
+    RestartBudget,
+    RestartLimits,
     SendSignal,
     StartAgain,
     Supervisor,

@@ -16,10 +16,8 @@ import pytest
 import torch
 
 import syncline
-from syncline.cli.asking import ask
-from syncline.cli.dump import dump
+from syncline.cli.asking import ask, dump, top
 from syncline.cli.launcher.scratch import reserved_port
-from syncline.cli.top import top
 from syncline.errors import ConfigurationError
 from syncline.observe import NullTrace
 from syncline.pytorch import metrics, serving

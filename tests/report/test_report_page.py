@@ -13,8 +13,7 @@ from syncline.errors import ConfigurationError
 from syncline.observe import Trace
 from syncline.report.explanation import explain
 from syncline.report.job_trace import JobTrace
-from syncline.report.page import STYLE, build_page
-from syncline.report.writing import write_report
+from syncline.report.page import STYLE, build_page, write_report
 from syncline.topology import Topology
 
 

@@ -7,16 +7,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 
-from syncline.bench.orders import in_order
 from syncline.bench.rows import Row, load_rows
 from syncline.bench.task import Order, Task
 from syncline.errors import LaunchError
 from syncline.lab import operations
 from syncline.lab.lab import LabSettings
-from syncline.topology import Topology
+from syncline.topology import Node, Rank, Topology
 
 RANK_MODULE = "syncline.bench.ranks"
 
@@ -99,3 +98,16 @@ def _run_in_lab(topology: Topology, arguments: Sequence[str], place: Place, repo
     """Start this host's ranks on every host; the output of the ranks does not mix with the table."""
     command = [sys.executable, "-m", "syncline.cli.main", "run", "-m", RANK_MODULE, *arguments]
     return operations.run(topology, command, env=place.environment, output=sys.stderr, report=report, **place.settings)
+
+
+def in_order(topology: Topology, order: Order) -> Topology:
+    """Return the tree with its ranks numbered as ``order`` says."""
+    return topology if order == "topology" else topology.permuted(interleaved(topology.root))
+
+
+def interleaved(node: Node) -> list[int]:
+    """Deal the ranks below ``node`` from its children in turns: 0, 5, 1, 6, 2, 7, 3, 4 for racks of 5 and 3."""
+    if isinstance(node, Rank):
+        return [node.rank]
+    turns = zip_longest(*(interleaved(child) for child in node.children))
+    return [rank for rank in chain.from_iterable(turns) if rank is not None]

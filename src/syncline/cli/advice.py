@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from syncline.cli.comparison import compare_planners
-from syncline.cli.replica_plan import plan_replicas
+from syncline.cli.step_plan import plan_replicas
 from syncline.priorities.class_search import search_classes
 from syncline.priorities.forward_timing import (
     BACKWARD_PER_FORWARD,

@@ -1,8 +1,14 @@
-"""How commands ask a running job: at the port of its metrics, with its secret where that is on another machine."""
+"""How commands ask a running job: at the port of its metrics, with its secret where that is on another machine.
+
+``syncline top`` shows ranks, links and waits; ``syncline dump`` lets ranks write their last calls.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
+import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -10,13 +16,18 @@ from typing import Annotated, Any
 
 import typer
 
+from syncline.cli.commands import new_app
 from syncline.endpoints import format_endpoint, parse_endpoint
 from syncline.errors import ConfigurationError
 from syncline.pytorch.secret import read_secret, read_secret_file
 from syncline.pytorch.serving import CODE, make_code
+from syncline.runtime.live import render, summary
 from syncline.variables import process_variables
 
 TIMEOUT_S = 10.0
+EVERY_S = 2.0
+
+app = new_app()
 
 Endpoint = Annotated[
     str,
@@ -55,3 +66,40 @@ def ask(endpoint: str, path: str, secret_file: Path | None, *, answer_s: float =
             f"no job answers at {where} ({getattr(error, 'reason', error)}); start it with --metrics PORT, and name "
             "the port of rank 0"
         ) from error
+
+
+@app.command()
+def dump(endpoint: Endpoint, *, secret_file: SecretFile = None) -> None:
+    """Let all ranks of a running job write their last calls, each to its folder for them (--log-dir).
+
+    It was started with --metrics PORT too, and this asks rank 0's port.
+    """
+    told = ask(endpoint, "/dump", secret_file)
+    print(
+        f"{told['ranks']} ranks write to {told['folder']}, each on its machine; torchfrtrace {told['folder']} reads it"
+    )
+
+
+@app.command()
+def top(
+    endpoint: Endpoint,
+    *,
+    secret_file: SecretFile = None,
+    once: Annotated[bool, typer.Option("--once", help="Show it once.")] = False,
+) -> None:
+    """Show a running job: ranks, steps, waits, links by fullness, and what rank 0 said; lines in a pipe.
+
+    It was started with --metrics PORT (or SYNCLINE_METRICS), and this asks rank 0's port.
+    """
+    is_screen = sys.stdout.isatty() and not once
+    while True:
+        view = ask(endpoint, "/view", secret_file)
+        if is_screen:
+            size = shutil.get_terminal_size()
+            lines = (line[: size.columns] for line in render(view, height=size.lines))
+            print("\x1b[H\x1b[J" + "\n".join(lines), flush=True)
+        else:
+            print("\n".join(render(view)) if once else summary(view), flush=True)
+        if once:
+            return
+        time.sleep(EVERY_S)

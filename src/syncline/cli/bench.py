@@ -26,12 +26,20 @@ from syncline.bench.convergence import (
     find_network,
     first_of_groups,
 )
-from syncline.bench.pace import DEFAULT_BUDGET_S, Pace
 from syncline.bench.record import collect_facts, default_folder, write_record, write_results
-from syncline.bench.rows import group_rows
+from syncline.bench.rows import bench_table, group_rows
 from syncline.bench.running import Place, collect_rows, run_orders
-from syncline.bench.table import bench_table
-from syncline.bench.task import COLLECTIVES, ORDERS, CollectiveName, ModelShape, Order, Task, choose_peers
+from syncline.bench.task import (
+    COLLECTIVES,
+    DEFAULT_BUDGET_S,
+    ORDERS,
+    CollectiveName,
+    ModelShape,
+    Order,
+    Pace,
+    Task,
+    choose_peers,
+)
 from syncline.cli.commands import new_app, spread
 from syncline.cli.lab_options import LabOptions
 from syncline.cli.launcher.launch import Request, launch
@@ -54,6 +62,10 @@ app = new_app(
 TopologyArgument = Annotated[
     list[str], typer.Argument(metavar="TOPOLOGY", help="Topology files, or names of shipped ones.")
 ]
+COUNTED = Path("/proc/stat")
+_STEAL = 8
+"""Where its first line says it: "cpu user nice system idle iowait irq softirq steal"."""
+NOTEWORTHY = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,12 +312,6 @@ def _show(tables: Sequence[Table]) -> str:
 
 def _report(text: str) -> None:
     print(f"bench: {text}", file=sys.stderr)
-
-
-COUNTED = Path("/proc/stat")
-_STEAL = 8
-"""Where its first line says it: "cpu user nice system idle iowait irq softirq steal"."""
-NOTEWORTHY = 0.02
 
 
 class StolenTime:

@@ -1,4 +1,7 @@
-"""``syncline explain``: where the time of a step goes, what one change would give, and where ranks are that hang."""
+"""``syncline explain``: where the time of a step goes, what one change would give, and where ranks are that hang.
+
+``syncline report`` writes that of a trace, and more, to an HTML file.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from syncline.cli.commands import new_app
 from syncline.report.examination import Examination, RankAnswer, read_examination
 from syncline.report.explanation import MEANING, Explanation, explain
 from syncline.report.job_trace import read_job_trace
+from syncline.report.page import write_report
 from syncline.runtime.whereabouts import process_namespace, process_state
 from syncline.units import format_duration
 
@@ -136,3 +140,19 @@ def _look_from_outside(name: str, pid: int) -> Iterator[str]:
     sees = "as py-spy sees it:" if is_seen else f"process {pid}: py-spy cannot look at it, often for want of rights:"
     yield f"{name}, {sees}"
     yield from (f"    {line}" for line in told.splitlines())
+
+
+@app.command()
+def report(
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="A trace, or a folder with those of ranks.", show_default=False)
+    ],
+    *,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The report (default: TRACE with .html).", show_default=False)
+    ] = None,
+) -> None:
+    """Write one HTML file of what a trace tells: the network, a step, waits, plans, faults, and what to change."""
+    target = out or trace.with_suffix(".html")
+    write_report(trace, target, title=trace.stem)
+    print(f"report: {target}")

@@ -17,7 +17,7 @@ from syncline.variables import choose_colour, is_coloured
 
 USAGE_ERROR = 2
 
-# name -> (module with `app`, what `syncline --help` says); a module is imported when its command is called
+# name -> (module with the `app` of it, or of several, what `syncline --help` says); imported when it is called
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": ("syncline.cli.run", "Start this host's ranks of a training script."),
     "demo": ("syncline.cli.demo", "Train a small GPT across 4 ranks, and show what it does."),
@@ -27,10 +27,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "cluster": ("syncline.cli.cluster", "Show which machines would form a cluster, and why."),
     "lab": ("syncline.cli.lab", "Try it on an emulated network of this machine (Linux, root)."),
     "bench": ("syncline.cli.bench", "Measure this library and its peers on the same network."),
-    "top": ("syncline.cli.top", "Show a running job's ranks, links and waits."),
-    "dump": ("syncline.cli.dump", "Let all ranks of a running job write their last calls."),
+    "top": ("syncline.cli.asking", "Show a running job's ranks, links and waits."),
+    "dump": ("syncline.cli.asking", "Let all ranks of a running job write their last calls."),
     "explain": ("syncline.cli.explain", "Say where the time of a step goes, and what one change would give."),
-    "report": ("syncline.cli.report", "Write one HTML file of what a trace tells."),
+    "report": ("syncline.cli.explain", "Write one HTML file of what a trace tells."),
     "doctor": ("syncline.cli.doctor", "Say what this machine lacks, and what to do about it."),
 }
 
@@ -52,7 +52,8 @@ class _Commands(typer.core.TyperGroup):
         """Find the command that ``args`` begin with, and import it."""
         name, command, rest = super().resolve_command(ctx, args)
         if name is not None and name in COMMANDS:
-            command = typer.main.get_command(import_module(COMMANDS[name][0]).app)
+            found: Any = typer.main.get_command(import_module(COMMANDS[name][0]).app)
+            command = getattr(found, "commands", {}).get(name, found)
         return name, command, rest
 
 

@@ -16,8 +16,16 @@ from rich.table import Table
 
 from syncline.cli.commands import new_app
 from syncline.cli.comparison import Comparison, PlannerResult, compare_planners
-from syncline.cli.replica_plan import ReplicaPlan, parse_replicate, plan_replicas, show_replicas
-from syncline.cli.step_plan import StepPlan, parse_portions, plan_step, show_step
+from syncline.cli.step_plan import (
+    ReplicaPlan,
+    StepPlan,
+    parse_portions,
+    parse_replicate,
+    plan_replicas,
+    plan_step,
+    show_replicas,
+    show_step,
+)
 from syncline.errors import ConfigurationError
 from syncline.observe import tell_if_long
 from syncline.report import format_rates, network_links

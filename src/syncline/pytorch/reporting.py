@@ -34,7 +34,7 @@ def trace_folder(target: Path, *, rank: int, world_size: int) -> Path:
 
 
 def _write(folder: Path, target: Path, world_size: int) -> None:
-    from syncline.report.writing import write_report
+    from syncline.report.page import write_report
 
     end_s = time.monotonic() + WAIT_S
     while time.monotonic() < end_s and sum(map(_is_complete, folder.glob("*.json"))) < world_size:

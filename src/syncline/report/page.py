@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
 
+from syncline.errors import ConfigurationError
 from syncline.report.explanation import (
     COMPUTING,
     ELSEWHERE,
@@ -22,8 +24,9 @@ from syncline.report.explanation import (
     LinkShare,
     Part,
     StepPath,
+    explain,
 )
-from syncline.report.job_trace import JobTrace, RankTrace, Span
+from syncline.report.job_trace import JobTrace, RankTrace, Span, read_job_trace
 from syncline.report.link_table import format_rates, network_links
 from syncline.topology import DirectedLink
 from syncline.units import format_duration, format_size
@@ -456,3 +459,18 @@ def _instants(ranks: Sequence[RankTrace]) -> Iterator[tuple[float, str, str]]:
 def _args(args: Mapping[str, object]) -> str:
     told = ", ".join(f"{key} {value}" for key, value in args.items() if key != TEXT)
     return (f" ({told})" if told else "") + (f": {args[TEXT]}" if TEXT in args else "")
+
+
+def write_report(trace: Path, target: Path, *, title: str) -> None:
+    """Read ``trace`` and write what it tells to ``target``; :class:`ConfigurationError` where either cannot be.
+
+    >>> trace = syncline.observe.Trace(path="trace-0.json"); trace.close()
+    >>> write_report(Path("trace-0.json"), Path("run.html"), title="train.py")
+    """
+    page = build_page(explain(read_job_trace(trace)), title=title)
+    try:
+        target.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"a report must be a file in a folder that can be written to; '{target}' is not: {error.strerror}"
+        ) from error

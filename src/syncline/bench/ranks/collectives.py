@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 
 from syncline import Fleet
-from syncline.bench.ranks.bounds import predicted_s, wire_bound_s
-from syncline.bench.ranks.link_meter import LinkMeter
-from syncline.bench.ranks.timing import Timed, measure_rounds
+from syncline.bench.ranks.timing import LinkMeter, Timed, measure_rounds, predicted_s, wire_bound_s
 from syncline.bench.rows import Row
 from syncline.bench.task import CollectiveName, Task
 from syncline.errors import MismatchError

@@ -18,11 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - as PyTorch's users have it
 
 from syncline import Fleet
-from syncline.bench.ranks.bounds import predicted_s, predicted_step_s, wire_bound_s
-from syncline.bench.ranks.link_meter import Carried, LinkMeter
 from syncline.bench.ranks.methods import DIVIDED, OWN, PEERS, PERIOD, Trainee
 from syncline.bench.ranks.model import build_batch
-from syncline.bench.ranks.timing import measure_rounds
+from syncline.bench.ranks.timing import Carried, LinkMeter, measure_rounds, predicted_s, predicted_step_s, wire_bound_s
 from syncline.bench.rows import COMPUTE_ALONE, Row
 from syncline.bench.task import Task
 from syncline.schedule import Collective

@@ -1,12 +1,22 @@
-"""What each rank is told: torchrun's variables, and Syncline's own."""
+"""What each rank is told: torchrun's variables, and Syncline's own.
+
+Ranks of an elastic job are told where each lets newcomers in, and newcomers whom they join.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from syncline.cli.launcher.job import Job, RankProcess
-from syncline.variables import REPORT
+from syncline.cli.launcher.scratch import reserved_port
+from syncline.cli.launcher.supervisor import Limits, RestartLimits
+from syncline.endpoints import MAX_PORT, format_endpoint, only_port, own_address, parse_ports
+from syncline.errors import ConfigurationError
+from syncline.variables import REPORT, process_variables
 
 JOIN, JOIN_PORT = "SYNCLINE_JOIN", "SYNCLINE_JOIN_PORT"
 PLACE = frozenset(
@@ -90,3 +100,90 @@ def _set_or_clear(environment: dict[str, str], name: str, value: object | None) 
     environment.pop(name, None)
     if value is not None:
         environment[name] = str(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elasticity:
+    """What the user said of an elastic job."""
+
+    min_ranks: int = 1
+    join: str | None = None
+    """Where a member of a running job listens, for ranks that join it."""
+    join_port: int | None = None
+    """Where the first rank of each machine lets newcomers in, the second on the next port, and so on."""
+
+    def __post_init__(self) -> None:
+        if self.min_ranks < 1:
+            raise ConfigurationError(f"--min-ranks must be 1 or more, not {self.min_ranks}")
+        if self.join_port is not None and not 0 < self.join_port <= MAX_PORT:
+            raise ConfigurationError(f"--join-port must be from 1 to {MAX_PORT}, not {self.join_port}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doors:
+    """Where the ranks of this machine let newcomers in, if the job is elastic."""
+
+    elastic: Elasticity | None
+    is_whole: bool = True
+    join: str | None = None
+    near: Mapping[int, str] = field(default_factory=dict)
+    """By rank, as the others of this machine reach it."""
+    far: str | None = None
+    """Where the first rank of the master's machine does, for when no rank lives on this one."""
+    ports: Mapping[int, int] = field(default_factory=dict)
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Return what ``rank`` is told beside its place."""
+        if self.elastic is None:
+            return {}
+        told = {
+            "SYNCLINE_ELASTIC": "on",
+            "SYNCLINE_MIN_RANKS": str(self.elastic.min_ranks),
+            JOIN_PORT: str(self.ports[rank]),
+        }
+        return told if self.join is None else told | {JOIN: self.join}
+
+    def limits(self, limits: Limits, restarts: RestartLimits) -> Limits:
+        """Let survivors of an elastic job go on, and those that fail join them again."""
+        if self.elastic is None:
+            return limits
+        # of a job that has ranks elsewhere too, nobody here knows how many are left
+        min_ranks = self.elastic.min_ranks if self.is_whole else 1
+        return replace(limits, grace_s=math.inf, rejoins=restarts, min_ranks=min_ranks, is_whole=self.is_whole)
+
+
+@contextmanager
+def open_doors(elastic: Elasticity | None, job: Job, restarts: RestartLimits) -> Iterator[Doors]:
+    """Choose a port for each rank, which no other program gets as long as this lasts."""
+    if elastic is None:
+        yield Doors(elastic=None)
+        return
+    shared = only_port(parse_ports(process_variables().get("SYNCLINE_PORTS", "")))
+    join_port = elastic.join_port or shared
+    if restarts.count and not job.is_whole and job.join is None and join_port is None:
+        raise ConfigurationError(
+            "--elastic and --restarts on several machines need --join-port PORT, the same on all: a machine that has "
+            "lost all its ranks joins again at the master's"
+        )
+    ranks = [process.rank for process in job.processes]
+    address = (
+        None if job.is_whole else own_address(job.master_address, what="--join" if job.join else "--master")
+    ) or "127.0.0.1"
+    with ExitStack() as stack:
+        if join_port is None:
+            ports = {rank: stack.enter_context(reserved_port(address)) for rank in ranks}
+        elif join_port == shared:
+            ports = dict.fromkeys(ranks, join_port)
+        else:
+            ports = {rank: join_port + place for place, rank in enumerate(ranks)}
+        far = job.join
+        if far is None and not job.is_whole and join_port is not None:
+            far = format_endpoint(job.master_address, join_port)
+        yield Doors(
+            elastic=elastic,
+            is_whole=job.is_whole,
+            join=job.join,
+            near={rank: format_endpoint(address, port) for rank, port in ports.items()},
+            far=far,
+            ports=ports,
+        )

@@ -22,7 +22,7 @@ from typing import IO, Any, TextIO, TypeVar
 import cloudpickle
 
 from syncline.arguments import Count, checked
-from syncline.cli.launcher.folder import own_folder
+from syncline.cli.launcher.scratch import own_folder
 from syncline.errors import ConfigurationError, LaunchError
 from syncline.topology import Topology
 

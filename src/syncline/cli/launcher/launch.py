@@ -7,23 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from syncline.cli.launcher.attempts import run_job
-from syncline.cli.launcher.elasticity import Elasticity, open_doors
-from syncline.cli.launcher.environment import rank_environment
-from syncline.cli.launcher.folder import own_folder
+from syncline.cli.launcher.environment import Elasticity, open_doors, rank_environment
 from syncline.cli.launcher.job import Job, build_job, choose_host, choose_master, newcomers
-from syncline.cli.launcher.restarts import RestartLimits
 from syncline.cli.launcher.scratch import (
     check_place,
     merge_trace_parts,
     open_logs,
+    own_folder,
     own_target,
     prepare_secret,
     reserved_port,
     trace_parts,
 )
-from syncline.cli.launcher.session import Session
-from syncline.cli.launcher.supervisor import Limits
+from syncline.cli.launcher.session import Session, run_job
+from syncline.cli.launcher.supervisor import Limits, RestartLimits
 from syncline.cli.launcher.terminal import Terminal, labels
 from syncline.errors import ConfigurationError
 from syncline.last_words import LAST_WORDS
@@ -194,7 +191,7 @@ def _save_trace(target: Path, parts: Mapping[int, Path], terminal: Terminal, *, 
 
 
 def _save_report(trace: Path, target: Path, command: tuple[str, ...], terminal: Terminal) -> None:
-    from syncline.report.writing import write_report
+    from syncline.report.page import write_report
 
     title = next((Path(word).name for word in command if word.endswith(".py")), command[-1])
     try:
