@@ -1,6 +1,7 @@
 """The main job on real processes, with very few steps; and what ``syncline demo`` refuses before it starts any."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -9,9 +10,13 @@ import sys
 import pytest
 
 from rank_scripts import forked_python, run_python
-from syncline.cli.demo import choose_network, make_folder
-from syncline.errors import ConfigurationError
+from syncline.bench.rows import COMPUTE_ALONE, Row
+from syncline.bench.task import Pace
+from syncline.cli.demo import choose_network, compare, comparison_table, make_folder
+from syncline.errors import ConfigurationError, LabError
+from syncline.lab import operations
 from syncline.pytorch.checkpoint.manifest import read_manifest
+from syncline.topology import Topology
 
 TIMEOUT_S = 120.0
 
@@ -34,7 +39,7 @@ def progress_of(output):
 def first_run(tmp_path_factory):
     """Six steps of four ranks on the two racks; the folder, and what was printed."""
     output = tmp_path_factory.mktemp("demo")
-    return output, run_demo("--steps", 6, "--output", output, "--trace", output / "trace.json")
+    return output, run_demo("--no-lab", "--steps", 6, "--output", output, "--trace", output / "trace.json")
 
 
 def test_the_demo_says_what_it_does_trains_and_sums_up(first_run):
@@ -181,3 +186,54 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_rank_starts(tmp_
 )
 def test_the_network_is_two_racks_unless_something_else_is_said(topology, ranks, expected):
     assert choose_network(topology, ranks) == expected
+
+
+PAIR = Topology.parse("topology: pair\nswitch: core\nchildren:\n  - {host: 'h[0-1]', uplink: 200 Mbit/s}\n")
+METHOD = "Syncline Sharded"
+
+
+def test_the_demo_ends_in_the_lab_with_ddp_beside_it(capsys):
+    if os.geteuid() != 0:
+        pytest.fail("the lab makes network namespaces and needs root; run with sudo (it is never skipped)")
+    compare(PAIR, METHOD, pace=Pace(num_rounds=1, num_warm_ups=0))
+    shown = capsys.readouterr().out
+    assert re.search(r"Syncline makes \d+\.\d\d times as many as DDP", shown.replace("\n", " "))
+    for name in (METHOD, "DDP", COMPUTE_ALONE):
+        rate, step_s = map(float, re.search(rf"{name} +([\d.]+) +([\d.]+)", shown).groups())
+        assert rate == pytest.approx(1 / step_s, rel=0.02)
+    busiest = re.search(rf"{METHOD} .* h[01] (?:up|down) ([\d.]+) MiB", shown)
+    assert float(busiest[1]) > 1_426_752 * 4 / (1 << 20)  # gradients of one half, and parameters of the other
+
+
+def test_steps_per_second_stand_side_by_side():
+    def row(method, step_s):
+        return Row(
+            subject="training step", order="topology", size_bytes=4, method=method, times_s=(step_s,), bound_s=0.1
+        )
+
+    table = comparison_table([row(COMPUTE_ALONE, 0.1), row(METHOD, 0.25), row("DDP", 0.5)], METHOD)
+    assert "2.00 times as many as DDP" in table.title
+    assert [*table.columns[1].cells] == ["4.00", "2.00", "10.00"]
+
+
+def test_without_root_a_line_says_how_to_see_ddp_beside_it(capsys, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    compare(PAIR, METHOD)
+    shown = capsys.readouterr().out
+    assert shown.count("\n") == 1
+    assert "sudo" in shown
+
+
+def test_a_lab_that_cannot_be_built_leaves_the_demo_as_it_ended(capsys, monkeypatch):
+    def refuse(*_, **__):
+        raise LabError("the kernel lacks namespaces")
+
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(operations, "run", refuse)
+    compare(PAIR, METHOD)
+    assert "DDP is not shown beside it: the kernel lacks namespaces" in capsys.readouterr().err
+
+
+def test_a_network_without_rates_has_nothing_to_show(capsys):
+    compare(Topology.flat(2), METHOD)
+    assert capsys.readouterr().out == ""

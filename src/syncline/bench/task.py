@@ -79,18 +79,16 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The model of the training step: residual blocks, each ``width`` to 4 x ``width`` and back, with ReLU between."""
+    """The model of the training step: residual blocks, each ``width`` to 4 x ``width`` and back, with ReLU between.
+
+    With ``is_demo`` it is the demo's GPT instead.
+    """
 
     num_blocks: int = 8
     width: int = 256
     batch_size: int = 64
     """Samples of each rank in one step."""
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of trained numbers, weights and biases."""
-        hidden = 4 * self.width
-        return self.num_blocks * (2 * self.width * hidden + hidden + self.width)
+    is_demo: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +101,10 @@ class Task:
     sizes_bytes: tuple[int, ...] = ()
     pace: Pace = field(default_factory=Pace)
     peers: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
+    """Of this library's, by their titles, those that train; all where none are named."""
+    num_steps: int = 8
+    """Training steps that are timed in a row."""
     planners: tuple[str, ...] = ()
     """Planners that are measured by name, beside the one that Syncline chooses."""
     shape: ModelShape = field(default_factory=ModelShape)
@@ -121,7 +123,7 @@ class Task:
     def load(cls, path: Path) -> Task:
         """Read what :meth:`save` wrote."""
         values: dict[str, Any] = json.loads(path.read_text())
-        lists = {key: tuple(values[key]) for key in ("collectives", "sizes_bytes", "peers", "planners")}
+        lists = {key: tuple(values[key]) for key in ("collectives", "sizes_bytes", "peers", "methods", "planners")}
         parts = {"pace": Pace(**values["pace"]), "shape": ModelShape(**values["shape"])}
         return cls(**{**values, **lists, **parts})
 

@@ -1,26 +1,38 @@
-"""``syncline demo``: train a small byte-level GPT on Python's own source, across 4 ranks."""
+"""``syncline demo``: train a small byte-level GPT on Python's own source, across 4 ranks; as root, beside DDP."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
+from syncline.bench.rows import COMPUTE_ALONE, Row
+from syncline.bench.running import collect_rows, run_orders
+from syncline.bench.task import MIN_ROUNDS, ModelShape, Pace, Task
+from syncline.cli.bench import choose_place
 from syncline.cli.commands import new_app
 from syncline.cli.launcher.launch import Request, launch
-from syncline.demo import CHECKPOINT, DEFAULT_STEPS, Update
-from syncline.errors import CheckpointError, ConfigurationError
+from syncline.demo import CHECKPOINT, DEFAULT_STEPS, NUM_SEQUENCES, Update
+from syncline.errors import CheckpointError, ConfigurationError, LabError
 from syncline.topology import Topology
+from syncline.units import format_size
 
 DEMO_TOPOLOGY = "demo-1-3"
 DEMO_RANKS = 4
 MAX_WIDTH = 100
-
+COMPARED = {Update.SHARDED: "Syncline Sharded", Update.ALLREDUCE: "Syncline AllReduce"}
+"""Rules that take DDP's steps, so that steps per second tell all."""
+COMPARED_STEPS = 4
+COMPARED_PACE = Pace(num_rounds=MIN_ROUNDS, num_warm_ups=1)
 
 HOW = {
     Update.SHARDED: "updates its own shard of the parameters, and gets the rest from the others while it goes on",
@@ -53,8 +65,13 @@ def demo(
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.", show_default=False)
     ] = None,
+    beside_ddp: Annotated[
+        bool, typer.Option("--lab/--no-lab", help="As root, end in the lab: Syncline and DDP side by side.")
+    ] = True,
 ) -> None:
     """Train a small byte-level GPT on Python's own source, across 4 ranks; a minute and a half on two cores.
+
+    As root it then takes half a minute to show how many steps Syncline and DDP make on an emulated network.
 
     Ctrl-C ends it with a checkpoint; --resume goes on from there, with another number of ranks too.
     """
@@ -73,7 +90,10 @@ def demo(
         report=output / "report.html",
         terminal_rank=0,
     )
-    raise typer.Exit(launch(request))
+    status = launch(request)
+    if not status and beside_ddp and update in COMPARED:
+        compare(Topology.load(chosen) if chosen else Topology.flat(ranks or DEMO_RANKS), COMPARED[update])
+    raise typer.Exit(status)
 
 
 def check_resumable(output: Path, *, num_steps: int) -> None:
@@ -126,3 +146,64 @@ def explain(topology: str | None, num_ranks: int | None, update: Update, output:
     console.print(
         f"\nEach rank takes a part of every batch, {HOW[update]}. Ctrl-C ends it with a checkpoint in {output}.\n"
     )
+
+
+def compare(network: Topology, method: str, *, pace: Pace = COMPARED_PACE) -> None:
+    """Let the same GPT train in the lab, by ``method`` and by DDP in turns, and show the steps per second of both.
+
+    Where the lab cannot be built a line says why; the demo itself has ended well by then.
+    """
+    if not network.has_rates:
+        return
+    console = Console(highlight=False)
+    console.width = min(console.width, MAX_WIDTH)
+    if os.geteuid() != 0:
+        command = f"sudo {shlex.quote(sys.argv[0])} demo"
+        console.print(
+            f"[dim]with DDP beside it on an emulated network of these rates, as root: {command}[/]", soft_wrap=True
+        )
+        return
+    console.print("\n[bold]The same GPT on an emulated network of these rates[/], by Syncline and by DDP in turns\n")
+    task = Task(
+        experiment="training",
+        order="topology",
+        pace=pace,
+        peers=("ddp",),
+        methods=(method,),
+        num_steps=COMPARED_STEPS,
+        shape=ModelShape(is_demo=True, batch_size=max(1, NUM_SEQUENCES // network.num_ranks)),
+    )
+    try:
+        with choose_place({}, is_on_loopback=False) as place:
+            rows, broken = collect_rows([run_orders(task, network, ("topology",), place, report=_report)])
+    except LabError as error:
+        _report(f"the lab could not be built, so DDP is not shown beside it: {error}")
+        return
+    if broken:
+        _report(f"DDP is not shown beside it: {broken}")
+        return
+    console.print(comparison_table(rows, method))
+
+
+def comparison_table(rows: Sequence[Row], method: str) -> Table:
+    """Lay out the steps per second of each method, and what each put on its busiest link in a step."""
+    figures = {row.method: row for row in rows}
+    ratio = figures["DDP"].median_s / figures[method].median_s
+    table = Table(
+        title=f"Training steps in the lab; Syncline makes {ratio:.2f} times as many as DDP",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for heading in ("", "steps per second", "seconds a step", "busiest link, a step"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name in (method, "DDP", COMPUTE_ALONE):
+        row = figures[name]
+        busiest = next(iter(row.link_bytes.items()), None) if name != COMPUTE_ALONE else None
+        carried = f"{busiest[0]} {format_size(busiest[1])}" if busiest else "-"
+        table.add_row(name, f"{1 / row.median_s:.2f}", f"{row.median_s:.3f}", carried)
+    return table
+
+
+def _report(text: str) -> None:
+    print(f"demo: {text}", file=sys.stderr)

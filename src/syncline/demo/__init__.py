@@ -7,6 +7,8 @@ and ``display`` what is shown while it runs. ``syncline demo`` starts it; ``exam
 from enum import StrEnum
 
 DEFAULT_STEPS = 400
+NUM_SEQUENCES = 32
+"""In one batch, over all ranks: whatever their number, step k trains on the same text."""
 CHECKPOINT = "checkpoint"
 """Name of the checkpoint in the output folder."""
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import syncline
-from syncline.demo import CHECKPOINT, DEFAULT_STEPS, Update
+from syncline.demo import CHECKPOINT, DEFAULT_STEPS, NUM_SEQUENCES, Update
 from syncline.demo.corpus import Corpus, load_corpus
 from syncline.demo.display import (
     Closing,
@@ -35,8 +35,6 @@ from syncline.demo.gpt import GPT, GPTShape, nats_per_byte
 from syncline.errors import ConfigurationError
 from syncline.updates import UpdateRule
 
-NUM_SEQUENCES = 32
-"""In one batch, over all ranks: whatever their number, step k trains on the same text."""
 NUM_WARM_UP_STEPS = 20
 NUM_VALIDATION_SEQUENCES = 128
 REPORT_EVERY = 5

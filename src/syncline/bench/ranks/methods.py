@@ -22,14 +22,14 @@ from syncline.bench.rows import COMPUTE_ALONE
 from syncline.bench.task import ModelShape
 
 PERIOD = 4
-"""Steps between two averagings of PostLocalSGD."""
+"""Steps between two averagings of PostLocalSGD; a row of steps has two of them, wherever it begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainee:
     """A model and its optimizer, ready to train."""
 
-    model: Callable[..., Any]
+    model: Any
     optimizer: Any
     finish: Callable[[], None] = lambda: None
     """Waits for what the last step left under way."""
@@ -73,7 +73,7 @@ def fsdp2(shape: ModelShape, group: dist.ProcessGroup) -> Trainee:
     """Train by fully_shard, each block by itself."""
     model = build_model(shape)
     mesh = DeviceMesh.from_group(group, "cpu")
-    for block in model:
+    for block in model.children():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return Trainee(model=model, optimizer=build_optimizer(model))

@@ -1,7 +1,7 @@
 """Training steps: every method steps the same model on the same batch, some steps in a row, in turns.
 
 A method may let one step's communication run under the next step's computation, so steps are timed in a row:
-``NUM_LEADING`` steps that are not timed, then ``NUM_STEPS`` that are. What the last of them leaves under way is waited
+``NUM_LEADING`` steps that are not timed, then those that are. What the last of them leaves under way is waited
 for outside the time, as what the step before them left was waited for inside it. The first step of a row waits for
 nothing, so the second one finds more under way than later ones do: neither is timed. Ranks begin a row some
 milliseconds apart, which the slowest rank's time contains: the longer the row, the less it weighs.
@@ -15,19 +15,16 @@ from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - as PyTorch's users have it
 
 from syncline import Fleet
-from syncline.bench.ranks.methods import DIVIDED, OWN, PEERS, PERIOD, Trainee
-from syncline.bench.ranks.model import build_batch
+from syncline.bench.ranks.methods import DIVIDED, OWN, PEERS, Trainee
+from syncline.bench.ranks.model import build_batch, loss_of
 from syncline.bench.ranks.timing import Carried, LinkMeter, measure_rounds, predicted_s, predicted_step_s, wire_bound_s
 from syncline.bench.rows import COMPUTE_ALONE, Row
 from syncline.bench.task import Task
 from syncline.schedule import Collective
 
 NUM_LEADING = 2
-NUM_STEPS = 2 * PERIOD
-"""Steps that are timed in a row: with two averagings of PostLocalSGD among them, wherever they begin."""
 
 Batch = tuple[Tensor, Tensor]
 
@@ -35,22 +32,25 @@ Batch = tuple[Tensor, Tensor]
 def measure_training(task: Task, fleet: Fleet) -> Iterator[list[Row]]:
     """Build every method once, and measure all of them in turns; the rows are complete on rank 0."""
     batch = build_batch(task.shape, fleet.rank)
-    trainees = {name: build(task.shape) for name, build in OWN.items()}
+    chosen = {COMPUTE_ALONE, *(task.methods or OWN)}
+    trainees = {name: build(task.shape) for name, build in OWN.items() if name in chosen}
     peers = [PEERS[name] for name in task.peers]
     groups = {backend: dist.new_group(backend=backend) for backend in dict.fromkeys(peer.backend for peer in peers)}
     trainees |= {peer.title: peer.build(task.shape, groups[peer.backend]) for peer in peers}
-    timed = {name: partial(_time_steps, trainee, batch) for name, trainee in trainees.items()}
+    timed = {name: partial(_time_steps, trainee, batch, task.num_steps) for name, trainee in trainees.items()}
     seconds = measure_rounds(timed, pace=task.pace)
     meter = LinkMeter(fleet.rank)
-    carried = {name: meter.measure(partial(_run_steps, trainee, batch)) for name, trainee in trainees.items()}
-    rows = [_row(task, fleet, name, seconds[name], carried[name]) for name in trainees]
+    carried = {
+        name: meter.measure(partial(_run_steps, trainee, batch, task.num_steps)) for name, trainee in trainees.items()
+    }
+    num_bytes = sum(parameter.nbytes for parameter in trainees[COMPUTE_ALONE].model.parameters())
+    rows = [_row(task, fleet, name, num_bytes, seconds[name], carried[name]) for name in trainees]
     median_s = rows[0].median_s
     yield [_with_compute(row, median_s) for row in rows]
 
 
-def _row(task: Task, fleet: Fleet, name: str, seconds: tuple[float, ...], carried: Carried) -> Row:
-    num_bytes = 4 * task.shape.num_parameters
-    per_step = carried.per_step(NUM_STEPS)
+def _row(task: Task, fleet: Fleet, name: str, num_bytes: int, seconds: tuple[float, ...], carried: Carried) -> Row:
+    per_step = carried.per_step(task.num_steps)
     return Row(
         subject="training step",
         order=task.order,
@@ -78,25 +78,25 @@ def _predict_wire(fleet: Fleet, name: str, num_bytes: int) -> float:
     return predicted_s(fleet, schedule, num_bytes)
 
 
-def _time_steps(trainee: Trainee, batch: Batch) -> float:
+def _time_steps(trainee: Trainee, batch: Batch, num_steps: int) -> float:
     for _ in range(NUM_LEADING):
         _step(trainee, batch)
     start = time.perf_counter()
-    for _ in range(NUM_STEPS):
+    for _ in range(num_steps):
         _step(trainee, batch)
     elapsed = time.perf_counter() - start
     trainee.finish()
-    return elapsed / NUM_STEPS
+    return elapsed / num_steps
 
 
-def _run_steps(trainee: Trainee, batch: Batch) -> None:
-    for _ in range(NUM_STEPS):
+def _run_steps(trainee: Trainee, batch: Batch, num_steps: int) -> None:
+    for _ in range(num_steps):
         _step(trainee, batch)
     trainee.finish()
 
 
 def _step(trainee: Trainee, batch: Batch) -> None:
     inputs, targets = batch
-    F.mse_loss(trainee.model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+    loss_of(trainee.model, inputs, targets).backward()  # type: ignore[no-untyped-call]
     trainee.optimizer.step()
     trainee.optimizer.zero_grad()
