@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from syncline.tensors.device_copies import CopyKind, CopyRange, CudaCopier
+from syncline.errors import ConfigurationError
+from syncline.tensors.checks import check_tensors
+from syncline.tensors.device_copies import CopyKind, CopyRange, CudaCopier, HostCopy, PlainCopier, find_copier
 
 GPU = torch.device("cuda", 0)
 
@@ -21,6 +24,7 @@ class Recorder:
         self.calls: list[tuple[Any, ...]] = []
         self.current = Stream(self, "user")
         self.num_streams = self.num_events = 0
+        self.is_on_device = False
 
     def make_stream(self, _: torch.device) -> Stream:
         self.num_streams += 1
@@ -32,7 +36,15 @@ class Recorder:
         return Event(self, f"event {self.num_events}")
 
     @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        assert device == GPU
+        self.is_on_device = True
+        yield
+        self.is_on_device = False
+
+    @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
+        assert self.is_on_device, "else it would go back to a stream of another GPU"
         before, self.current = self.current, stream
         yield
         self.current = before
@@ -59,6 +71,7 @@ class Event:
 
 class Tensor:
     device = GPU
+    nbytes, dtype = 8, torch.float32
 
     def __init__(self, recorder: Recorder, name: str) -> None:
         self.recorder, self.name = recorder, name
@@ -80,7 +93,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(torch.cuda, "Stream", recorder.make_stream)
     monkeypatch.setattr(torch.cuda, "Event", recorder.make_event)
     monkeypatch.setattr(torch.cuda, "stream", recorder.stream)
+    monkeypatch.setattr(torch.cuda, "device", recorder.device)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: recorder.current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return recorder
 
 
@@ -133,3 +148,62 @@ def test_what_is_queued_aside_uses_its_tensors_until_it_is_done(gpu: Recorder) -
 
 def test_only_tensors_on_a_gpu_are_taken() -> None:
     assert not CudaCopier().takes(torch.ones(1))
+
+
+def test_a_bucket_is_loaded_behind_the_training_and_stored_behind_what_may_still_read_it(gpu: Recorder) -> None:
+    """The training goes on at once; the next load must not overwrite what a store still reads."""
+    device: Any = Tensor(gpu, "flat")
+    copier: Any = CudaCopier()
+    copier.allocate_host = lambda _: SimpleNamespace(view=lambda _: Tensor(gpu, "host"))
+    copy = HostCopy(copier, device)
+    copy.load(device)
+    copy.wait()
+    copy.allow()
+    copy.enter()
+    copy.store(device, waits=True)
+    copy.load(device)
+    assert gpu.calls == [
+        ("user", "records", "event 1"),
+        ("side 1", "waits for", "event 1"),
+        ("side 1", "copies aside", "flat", "host"),
+        ("side 1", "uses", "flat"),
+        ("side 1", "records", "event 2"),
+        ("thread", "waits for", "event 2"),
+        ("user", "records", "event 3"),
+        ("user", "waits for", "event 3"),
+        ("user", "records", "event 4"),
+        ("side 2", "waits for", "event 4"),
+        ("side 2", "waits for", "event 3"),
+        ("side 2", "copies aside", "host", "flat"),
+        ("side 2", "uses", "flat"),
+        ("side 2", "records", "event 5"),
+        ("thread", "waits for", "event 5"),
+        ("user", "records", "event 6"),
+        ("side 1", "waits for", "event 6"),
+        ("side 1", "waits for", "event 5"),
+        ("side 1", "copies aside", "flat", "host"),
+        ("side 1", "uses", "flat"),
+        ("side 1", "records", "event 7"),
+    ]
+
+
+def test_a_graph_that_is_captured_is_refused_with_a_remedy(gpu: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ConfigurationError, match=r"all_reduce cannot be captured .*make_graphed_callables"):
+        check_tensors("all_reduce", [SimpleNamespace(is_cuda=True)])  # type: ignore[list-item]
+    with pytest.raises(ConfigurationError, match="cannot be captured"):
+        CudaCopier().mark(GPU)
+    assert not gpu.calls
+    check_tensors("all_reduce", [torch.ones(1)])
+
+
+def test_every_device_but_the_host_has_a_copier() -> None:
+    assert find_copier(torch.device("cpu")) is None
+    assert isinstance(find_copier(GPU), CudaCopier)
+    copier = find_copier(torch.device("meta"))
+    assert isinstance(copier, PlainCopier)
+    copy, flat = HostCopy(copier, torch.empty(2)), torch.tensor([1.0, 2.0])
+    copy.load(flat)
+    copy.host.mul_(2)
+    copy.store(flat, waits=True)
+    assert flat.tolist() == [2, 4]

@@ -1,11 +1,12 @@
 """Parameters outside host memory: every byte that moves between ranks goes through the wire tensors, both ways.
 
-A device is stood in for by wire tensors of their own, as a bucket on one has them: whatever forgets to copy, or copies
-at the wrong moment, trains on old numbers.
+A device that is a thread copies to and from them, beside the training: whatever forgets to copy, or does not wait for a
+copy, trains on NaN or on old numbers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,9 +18,12 @@ from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.updates import AllReduce, Clustered, Sharded, UpdateRule
 from syncline.updates import bucket as bucket_module
+from thread_device import ThreadDevice
 
 RULES: dict[str, UpdateRule] = {
     "sharded": Sharded(bucket_bytes=2000),
+    "overlap_forward": Sharded(bucket_bytes=2000, overlap_forward=True),
+    "step_in_backward": Sharded(bucket_bytes=2000, step_in_backward=True),
     "whole_parameters": Sharded(align="parameter", bucket_bytes=2000),
     "all_reduce": AllReduce(bucket_bytes=2000),
     "clustered": Clustered(period=1, clusters=1, features=()),
@@ -33,22 +37,16 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.fixture(autouse=True)
-def wires(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadDevice]:
     """Give each bucket wire tensors of their own, full of NaN until something is staged."""
-    made: list[torch.Tensor] = []
-
-    def wire(flat: torch.Tensor) -> torch.Tensor:
-        made.append(torch.full_like(flat, torch.nan))
-        return made[-1]
-
-    monkeypatch.setattr(bucket_module, "_wire", wire)
-    return made
+    made = ThreadDevice()
+    monkeypatch.setattr(bucket_module, "find_copier", lambda _: made)
+    yield made
+    made.stop()
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_training_through_wire_tensors_is_that_of_one_process(
-    name: str, wires: list[torch.Tensor], run_fleets: Any
-) -> None:
+def test_training_through_wire_tensors_is_that_of_one_process(name: str, device: ThreadDevice, run_fleets: Any) -> None:
     case = CASES["perceptron"]
     reference = case.make()
     models = copies(reference, 2)
@@ -66,7 +64,7 @@ def test_training_through_wire_tensors_is_that_of_one_process(
         optimizer.synchronize()
 
     run_fleets(2, body)
-    assert wires
+    assert min(device.num_copied.values()) >= NUM_STEPS
     for model in models:
         for key, value in model.state_dict().items():
             torch.testing.assert_close(value, reference.state_dict()[key], rtol=1e-9, atol=1e-10, msg=key)

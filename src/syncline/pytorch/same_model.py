@@ -69,6 +69,7 @@ def broadcast_model(model: nn.Module, buckets: Iterable[Bucket], control: Contro
     for bucket in buckets:
         bucketed.update(bucket.tensors)
         bucket.stage_parameters()
+        bucket.wait_staged()
         works.append((bucket, control.start_broadcast(bucket.wire_parameters, f"initial values of {bucket!r}")))
     others = [parameter for parameter in model.parameters() if parameter not in bucketed] + list(model.buffers())
     packed = pack(others)

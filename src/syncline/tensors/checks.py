@@ -7,10 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from syncline.errors import ConfigurationError
+from syncline.tensors.device_copies import refuse_capture
 
 
 def check_tensors(call: str, tensors: Sequence[torch.Tensor]) -> None:
     """Raise :class:`ConfigurationError` if one of ``tensors`` cannot be moved, or if their types differ."""
+    if any(tensor.is_cuda for tensor in tensors):
+        refuse_capture(call)
     for tensor in tensors:
         if tensor.layout is not torch.strided or tensor.is_nested:
             kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")

@@ -135,8 +135,7 @@ class AllReduceUpdater(WholeUpdater):
 
     def close(self) -> None:
         """Give up what crosses slow links."""
-        if self.collectives.crossing is not None:
-            self.collectives.crossing.close()
+        self.collectives.close()
 
 
 class ElasticAllReduceUpdater(AllReduceUpdater):
@@ -164,6 +163,7 @@ class ElasticAllReduceUpdater(AllReduceUpdater):
     def reduce(self, bucket: Bucket) -> None:
         """Start the all-reduce of a bucket, and keep its gradients."""
         bucket.stage_gradients()
+        bucket.wait_staged()
         self._kept[bucket.index].copy_(bucket.wire_gradients)
         self._reductions[bucket.index] = self.collectives.start(bucket, Collective.ALL_REDUCE, self.step_number)
 

@@ -16,6 +16,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from syncline.errors import ConfigurationError
+from syncline.tensors.device_copies import HostCopy, find_copier
 from syncline.updates.private_torch import copy_each, num_storage_users, storage_number
 
 DEFAULT_BUCKET_BYTES = 4 * 1024 * 1024
@@ -102,7 +103,7 @@ class Bucket:
     """The memory of one :class:`BucketPlan`: parameters and gradients, each one flat tensor.
 
     The ``wire`` tensors are what moves between ranks. In host memory they are the flat tensors themselves; for
-    parameters on an accelerator they are pinned copies.
+    parameters on an accelerator they are page-locked copies, which are loaded and stored beside the training.
     """
 
     def __init__(
@@ -119,8 +120,11 @@ class Bucket:
         self.parameters = parameters
         self.gradients = gradients
         self.tensors = tuple(owners)
-        self.wire_parameters = _wire(parameters)
-        self.wire_gradients = _wire(gradients)
+        copier = find_copier(plan.device)
+        self.parameter_copy = None if copier is None else HostCopy(copier, parameters)
+        self.gradient_copy = None if copier is None else HostCopy(copier, gradients)
+        self.wire_parameters = parameters if self.parameter_copy is None else self.parameter_copy.host
+        self.wire_gradients = gradients if self.gradient_copy is None else self.gradient_copy.host
         self.stepped = parameters
         """What the optimizer steps on: the parameters, or a copy beside them."""
         self._places: tuple[torch.Tensor, ...] = ()
@@ -197,10 +201,9 @@ class Bucket:
         number = storage_number(self._shown)
         known = [before[slot.position] for slot in self.plan.slots if slot.position in before] if before else []
         if num_storage_users(self._shown) > 1 + sum(storage_number(one) == number for one in known):
-            has_wire = self.wire_gradients is not self.gradients
             self.gradients = torch.zeros_like(self.gradients)
             self._shown, self._places = None, ()
-            if not has_wire:
+            if self.gradient_copy is None:
                 self.wire_gradients = self.gradients
 
     def _renewed(self, slot: Slot, old: torch.Tensor) -> torch.Tensor:
@@ -214,29 +217,47 @@ class Bucket:
         return place
 
     def stage_gradients(self) -> None:
-        """Bring the gradients to where they can be sent from."""
-        if self.wire_gradients is not self.gradients:
-            self.wire_gradients.copy_(self.gradients)
+        """Begin to bring the gradients to where they can be sent from; :meth:`wait_staged` before others read them."""
+        if self.gradient_copy is not None:
+            self.gradient_copy.load(self.gradients)
 
     def unstage_gradients(self) -> None:
-        """Bring gradients that arrived to where the optimizer reads them."""
-        if self.wire_gradients is not self.gradients:
-            self.gradients.copy_(self.wire_gradients)
+        """Bring gradients that arrived to where the optimizer reads them, in the order of the current stream."""
+        if self.gradient_copy is not None:
+            self.gradient_copy.store(self.gradients, waits=False)
 
     def step_beside(self) -> None:
         """From now on step on a copy beside the parameters, which keep their values until new ones are unstaged."""
         self.stepped = torch.empty_like(self.parameters)
-        if self.wire_parameters is self.parameters:
+        if self.parameter_copy is None:
             self.wire_parameters = self.stepped
 
+    def allow_step(self) -> None:
+        """Let the parameters change once the current stream has come to this point: what it reads before is old."""
+        if self.parameter_copy is not None:
+            self.parameter_copy.allow()
+
+    def begin_step(self) -> None:
+        """Let the current stream, where the optimizer steps, come after what :meth:`allow_step` said."""
+        if self.parameter_copy is not None:
+            self.parameter_copy.enter()
+
     def stage_parameters(self) -> None:
-        """Bring the parameters that were stepped on to where they can be sent from."""
-        if self.wire_parameters is not self.stepped:
-            self.wire_parameters.copy_(self.stepped)
+        """Begin to bring the parameters that were stepped on to where they can be sent from."""
+        if self.parameter_copy is not None:
+            self.parameter_copy.load(self.stepped)
+
+    def wait_staged(self) -> None:
+        """Wait until the ``wire`` tensors are what was staged last."""
+        for copy in (self.gradient_copy, self.parameter_copy):
+            if copy is not None:
+                copy.wait()
 
     def unstage_parameters(self) -> None:
-        """Bring parameters that arrived to where the model reads them."""
-        if self.wire_parameters is not self.parameters:
+        """Bring parameters that arrived to where the model reads them; they are there on return, for every stream."""
+        if self.parameter_copy is not None:
+            self.parameter_copy.store(self.parameters, waits=True)
+        elif self.wire_parameters is not self.parameters:
             self.parameters.copy_(self.wire_parameters)
 
     def poison(self, kept: Iterable[tuple[int, int]]) -> None:
@@ -250,13 +271,8 @@ class Bucket:
         """Let go of the memory; parameters keep what they lie in until they are moved."""
         nothing = self.parameters.new_empty(0)
         self.parameters = self.gradients = self.wire_parameters = self.wire_gradients = self.stepped = nothing
+        self.parameter_copy = self.gradient_copy = None
         self._shown, self._places = None, ()
-
-
-def _wire(flat: torch.Tensor) -> torch.Tensor:
-    if flat.device.type == "cpu":
-        return flat
-    return torch.zeros(flat.shape, dtype=flat.dtype, pin_memory=flat.device.type == "cuda")
 
 
 def plan_buckets(entries: Sequence[ParameterEntry], *, bucket_bytes: int) -> tuple[BucketPlan, ...]:

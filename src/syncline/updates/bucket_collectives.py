@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 
+from syncline.errors import FabricError
 from syncline.priorities.settings import Priorities
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
+from syncline.runtime.worker_thread import WorkerThread
 from syncline.schedule import Collective
+from syncline.tensors.device_copies import HostCopy
 from syncline.tensors.memory import summands_of
 from syncline.updates.bucket import Bucket, BucketPlan
 from syncline.updates.bucket_schedule import BucketSchedule
@@ -40,6 +44,45 @@ class Crossing(Protocol):
         """Take that from one."""
 
 
+class LoadedCalls:
+    """Begins calls once what they move has come from a device, while the thread that asks for them goes on.
+
+    One thread waits for the copies, in the order in which they were queued, which is that in which they are done.
+    """
+
+    def __init__(self) -> None:
+        self._thread = WorkerThread("syncline-from-device", on_failure=lambda _: None)  # works tell of failures
+
+    def begin(self, communicator: Communicator, copy: HostCopy, start: Callable[[], Work], label: str) -> Work:
+        """Return the work of a call that ``start`` begins when ``copy`` has what was loaded last."""
+        port = communicator.open_port("calls on a device's values")  # for its works; no message goes through it
+        work, trace = port.work(label, timeout_s=communicator.timeout_s), communicator.trace
+        start_ns = trace.now_ns()
+
+        def end(error: BaseException | None) -> None:
+            try:
+                port.call_soon(work.finish, error)
+            except FabricError:  # the loop is gone
+                work.finish(error)
+
+        def begin() -> None:
+            try:
+                copy.wait()
+                trace.span(f"{label}, from the device", "copy", start_ns, trace.now_ns())
+                call = start()
+            except Exception as error:
+                end(error)
+            else:
+                call.add_done_callback(lambda call: work.finish(call.exception()))
+
+        self._thread.submit(0, (), begin)
+        return work
+
+    def close(self) -> None:
+        """End the thread after the call that it begins."""
+        self._thread.close()
+
+
 class BucketCollectives:
     """Starts collectives on buckets. Buckets may be started in any order, and from any thread."""
 
@@ -55,6 +98,7 @@ class BucketCollectives:
         """How long any of its calls may take."""
         self.trace = communicator.trace
         self.crossing: Crossing | None = None
+        self._loaded_calls = LoadedCalls()
         self.control = control
         self._classes = (connection_class,) * len(bucket_schedules)
         self.enter(communicator, bucket_schedules)
@@ -140,18 +184,32 @@ class BucketCollectives:
         num_buckets = len(self.bucket_schedules)
         index = bucket.index
         bucket_schedule = self.bucket_schedules[index]
+        copy = None
         if values is None:
             assert isinstance(bucket, Bucket), "a plan has no values"
             values = bucket.wire_parameters if is_gather else bucket.wire_gradients
-        if self.crossing is not None and (work := self.crossing.start(index, collective, step, values)) is not None:
-            return work
-        return self.communicator.start(
+            copy = bucket.parameter_copy if is_gather else bucket.gradient_copy
+        if self.crossing is not None:
+            if copy is not None:
+                copy.wait()
+            if (work := self.crossing.start(index, collective, step, values)) is not None:
+                return work
+        label = f"{collective.value} of bucket {index}"
+        start = partial(
+            self.communicator.start,
             bucket_schedule.schedules[collective],
             *summands_of(values),
             layout=bucket_schedule.layout,
             stream=bucket_schedule.stream,
             urgency=num_buckets + index if is_gather else num_buckets - 1 - index,
             connection_class=self._classes[index],
-            label=f"{collective.value} of bucket {index}",
+            label=label,
             step=step,
         )
+        return start() if copy is None else self._loaded_calls.begin(self.communicator, copy, start, label)
+
+    def close(self) -> None:
+        """Give up what crosses slow links, and begin no more calls."""
+        self._loaded_calls.close()
+        if self.crossing is not None:
+            self.crossing.close()

@@ -89,6 +89,7 @@ class ElasticShardedUpdater(ShardedUpdater):
     def reduce(self, bucket: Bucket) -> None:
         """Start the reduce-scatter of a bucket, and keep its gradients."""
         bucket.stage_gradients()
+        bucket.wait_staged()
         self._kept[bucket.index].copy_(bucket.wire_gradients)
         self._begun.add(bucket.index)
         self._reduce(bucket)

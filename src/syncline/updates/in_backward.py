@@ -131,6 +131,7 @@ class InBackwardUpdater(ShardedUpdater):
         for bucket in self.buckets:
             if self._checks_stale:
                 bucket.poison(())  # they are stepped on beside it
+            bucket.allow_step()
             self._thread.submit(bucket.index, (), partial(self._ask, bucket))
         self.step_number += 1
 

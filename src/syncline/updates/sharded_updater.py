@@ -139,6 +139,7 @@ class ShardedUpdater(Updater):
             for bucket, shard in zip(self.buckets, self.shards, strict=True):
                 bucket.poison((segment.start, segment.stop) for segment in shard.segments)
         for bucket, reduction in zip(self.buckets, step.gradients.reductions, strict=True):
+            bucket.allow_step()
             needed = step.gradients.report.work, reduction
             ready = [work for work in needed if not work.is_made_by_waiting]  # the job waits, and makes it
             self._thread.submit(bucket.index, ready, partial(self._update, step, bucket, reduction))
@@ -206,8 +207,7 @@ class ShardedUpdater(Updater):
     def close(self) -> None:
         """End the update thread, and give up what crosses slow links."""
         self._thread.close()
-        if self.collectives.crossing is not None:
-            self.collectives.crossing.close()
+        self.collectives.close()
 
     def _hyperparameters(self) -> tuple[dict[str, Any], ...]:
         return tuple(hyperparameters(self.optimizer, group) for group in range(len(self.optimizer.param_groups)))
@@ -227,7 +227,7 @@ class ShardedUpdater(Updater):
         self._step_shard(bucket, step.number, step.options, present=present, factors=factors)
         self._ready.gather(bucket.index)
         gather = self.collectives.start(bucket, Collective.ALL_GATHER, step.number)
-        if bucket.wire_parameters is bucket.parameters:
+        if bucket.parameter_copy is None:
             gather.add_done_callback(partial(self._finish, bucket))
         else:
             self._thread.submit(bucket.index, (gather,), partial(self._finish, bucket, gather))
@@ -248,6 +248,7 @@ class ShardedUpdater(Updater):
         if self.collectives.crossing is not None:
             self.collectives.crossing.keep(bucket)
         with self.collectives.communicator.progress.working():
+            bucket.begin_step()
             shard.scale(factors)
             shard.step(options[bucket.plan.group], present, may_undo=may_undo)
             bucket.stage_parameters()

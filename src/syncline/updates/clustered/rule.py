@@ -331,6 +331,7 @@ class ClusteredUpdater(WholeUpdater):
         own = self._shape.zeros()
         for bucket, part in zip(self.buckets, own.parts, strict=False):
             bucket.stage_parameters()
+            bucket.wait_staged()
             part.copy_(bucket.wire_parameters)
         samples, self._samples_of_term = self._samples_of_term, 0.0
         provided = Provided(samples=samples, payload=own, clusters=self._propose())
@@ -395,6 +396,7 @@ class ClusteredUpdater(WholeUpdater):
         own = self._shape.empty()
         for bucket, part in zip(self.buckets, own.parts, strict=False):
             bucket.stage_gradients()
+            bucket.wait_staged()
             part.copy_(bucket.wire_gradients)
         own.presence.copy_(torch.tensor(self._present, dtype=torch.float32))
         return own

@@ -271,8 +271,7 @@ class LocalStepsUpdater(WholeUpdater):
         """Give up what is under way."""
         if self._party is not None:
             self._party.collectives.communicator.close()
-        if self.collectives.crossing is not None:
-            self.collectives.crossing.close()
+        self.collectives.close()
 
     def release(self) -> None:
         """Let go of the memory."""
