@@ -6,6 +6,7 @@ keep their order, and what a link carries while it is cut never arrives.
 
 from __future__ import annotations
 
+import itertools
 import random
 
 from cluster_world import KINDS
@@ -83,16 +84,8 @@ class ClusterScenario:
         choice = self._choice(name)
         if self.world.is_possible(choice):
             self.time.note(str(choice))
-            if not self._is_cut_off(choice):
-                self.world.happen(choice)
+            self.world.happen(choice)
         self._plan()
-
-    def _is_cut_off(self, choice: tuple) -> bool:
-        """Whether this is a message from another side, which is gone."""
-        if choice[0] != "deliver" or any({choice[1], choice[2]} <= side for side in self.sides):
-            return False
-        self.world.mail.pop((choice[1], choice[2]))
-        return True
 
     def _kill(self) -> None:
         live = self.world.live()
@@ -110,20 +103,14 @@ class ClusterScenario:
         low = set(self.choose.sample(self.ranks, self.choose.randint(1, len(self.ranks))))
         self.sides = [low, set(self.ranks) - low]
         self.time.note(f"cut into {self.sides}")
-        for one in self.ranks:
-            for other in self.ranks:
-                if (one in low) != (other in low):
-                    self.world.unseen_losses.add((one, other))
-                    self.world.fresh.add(("notice", one, other))
+        self.world.cut(itertools.product(sorted(low), sorted(self.sides[1])))
         self._plan()
 
     def _part(self) -> None:
         lower, higher = self.parted
         self.sides = [set(self.ranks) - {higher}, set(self.ranks) - {lower}]
         self.time.note(f"ranks {lower} and {higher} lose each other")
-        for pair in ((lower, higher), (higher, lower)):
-            self.world.unseen_losses.add(pair)
-            self.world.fresh.add(("notice", *pair))
+        self.world.cut([(lower, higher)])
         self._plan()
 
     def _check(self) -> None:

@@ -57,8 +57,6 @@ class LostRank:
     error: Exception | None
     has_left: bool
     since_s: float
-    is_settled: bool = False
-    """Whether all believe it, whoever tells them."""
 
 
 @dataclass(slots=True)
@@ -80,20 +78,13 @@ class Membership:
         """The members that are not known to be lost."""
         return tuple(rank for rank in self.members if rank not in self.losses)
 
-    @property
-    def settled(self) -> tuple[int, ...]:
-        """Those of the lost ranks that all believe to be lost, whoever tells them."""
-        return tuple(rank for rank, loss in self.losses.items() if loss.is_settled)
-
-    def lose(
-        self, rank: int, error: Exception | None = None, *, has_left: bool = False, is_settled: bool = False
-    ) -> bool:
+    def lose(self, rank: int, error: Exception | None = None, *, has_left: bool = False) -> bool:
         """Note that ``rank`` is lost, or has left by itself; False if that is known."""
         known = self.losses.get(rank)
         if known is None:
-            self.losses[rank] = LostRank(error=error, has_left=has_left, since_s=self.clock(), is_settled=is_settled)
+            self.losses[rank] = LostRank(error=error, has_left=has_left, since_s=self.clock())
         else:  # others may have told of it
-            self.losses[rank] = replace(known, error=known.error or error, is_settled=known.is_settled or is_settled)
+            self.losses[rank] = replace(known, error=known.error or error)
         return known is None
 
     def describe_lost(self, describe: Callable[[int], str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from frozen_state import frozen
@@ -19,12 +19,12 @@ from syncline.updates.clustered.messages import (
     Clusters,
     Contribution,
     Enter,
-    Envelope,
     Instruction,
     Provided,
     Run,
     Send,
     Stop,
+    Told,
 )
 from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.record_schedule import Kind, Record, RecordSchedule
@@ -32,7 +32,7 @@ from syncline.updates.clustered.server import ServerState
 
 JOB = "job"
 LATE = ("late", 0)
-KINDS = ("deliver", "notice", "finish", "late")
+KINDS = ("deliver", "notice", "given up", "finish", "late")
 Symbol = tuple
 
 
@@ -90,13 +90,15 @@ class World:
             )
             for rank in ranks
         }
-        self.mail: dict[tuple[int, int], list[Envelope]] = {}
+        self.mail: dict[tuple[int, int], list[Told]] = {}
         self.unseen_losses: set[tuple[int, int]] = set()  # (who has not noticed, who died)
+        self.unseen_ends: set[tuple[int, int]] = set()  # (who has not noticed, who gave it up)
+        self.cut_links: set[frozenset[int]] = set()
         self.runs: dict[tuple[int, int], Run] = {}  # by rank and record
         self.finished: dict[tuple[int, tuple], tuple] = {}
         self.late: list[tuple[int, Run]] = []  # exchanges that were given up, but whose end comes all the same
         self.keeps_delivered = False
-        self.delivered: list[tuple[int, int, Envelope]] = []
+        self.delivered: list[tuple[int, int, Told]] = []
         self.states_seen: set[ServerState] = set()
         self.num_messages: Counter[str] = Counter()
         self.on_state: Callable[[int, ServerState], None] | None = None
@@ -134,10 +136,7 @@ class World:
         player = self.players[rank]
         for instruction in instructions:
             if isinstance(instruction, Send):
-                assert instruction.peer != rank
-                self.num_messages[type(instruction.envelope.message).__name__] += 1
-                self.mail.setdefault((rank, instruction.peer), []).append(instruction.envelope)
-                self.fresh.add(("deliver", rank, instruction.peer))
+                self.send(rank, instruction.peer, (instruction.message, instruction.dead))
             elif isinstance(instruction, Run):
                 index = instruction.record.index
                 self.runs[rank, index] = instruction
@@ -157,6 +156,13 @@ class World:
         if self._checked.get(rank) != servers:  # that more are taken for dead makes no server one too many
             self.check_servers()
             self._checked[rank] = servers
+
+    def send(self, rank: int, peer: int, told: Told) -> None:
+        assert peer != rank
+        self.num_messages[type(told[0]).__name__] += 1
+        if {rank, peer} not in self.cut_links:
+            self.mail.setdefault((rank, peer), []).append(told)
+            self.fresh.add(("deliver", rank, peer))
 
     def enter(self, rank: int, instruction: Enter) -> None:
         player = self.players[rank]
@@ -178,6 +184,7 @@ class World:
         choices: list[tuple] = [("deliver", *pair) for pair, mail in sorted(self.mail.items()) if mail]
         choices = [choice for choice in choices if self.players[choice[2]].is_alive]
         choices += [("notice", *pair) for pair in sorted(self.unseen_losses) if self.players[pair[0]].is_alive]
+        choices += [("given up", *pair) for pair in sorted(self.unseen_ends) if self.players[pair[0]].is_alive]
         for (rank, index), run in sorted(self.runs.items(), key=lambda item: item[0]):
             if self.players[rank].is_alive and self.can_finish(run):
                 choices.append(("finish", rank, index))
@@ -193,8 +200,8 @@ class World:
             return bool(self.mail.get((who[0], who[1]))) and self.players[who[1]].is_alive
         if not self.players[who[0]].is_alive:
             return False
-        if kind == "notice":
-            return (who[0], who[1]) in self.unseen_losses
+        if kind in {"notice", "given up"}:
+            return (who[0], who[1]) in (self.unseen_losses if kind == "notice" else self.unseen_ends)
         run = self.runs.get((who[0], who[1]))
         return run is not None and self.can_finish(run)
 
@@ -214,22 +221,46 @@ class World:
         kind, *who = choice
         if kind == "deliver":
             sender, receiver = who
-            envelope = self.mail[sender, receiver].pop(0)
+            told = self.mail[sender, receiver].pop(0)
             if not self.mail[sender, receiver]:
                 del self.mail[sender, receiver]  # so that only what is under way is looked through
             if self.keeps_delivered:
-                self.delivered.append((sender, receiver, envelope))
-            self.perform(receiver, self.players[receiver].node.receive(sender, envelope))
+                self.delivered.append((sender, receiver, told))
+            self.perform(receiver, self.players[receiver].node.receive(sender, *told))
         elif kind == "notice":
-            self.unseen_losses.discard((who[0], who[1]))
-            # A fabric reports a loss after the last message that arrived.
-            self.mail.pop((who[1], who[0]), None)
-            self.perform(who[0], self.players[who[0]].node.lose(who[1]))
+            self.notice(*who)
+        elif kind == "given up":
+            self.unseen_ends.discard((who[0], who[1]))
+            self.perform(who[0], self.players[who[0]].node.end(who[1]))
         elif kind == "late":
             rank, run = self.late.pop(who[0])
             self.report(rank, run, ("result", run.record.index, "torn"))
         else:
             self.finish(*who)
+
+    def notice(self, rank: int, lost: int) -> None:
+        """The fabric reports a loss: to one rank, and of one that lives to all others, as the lower one is believed."""
+        self.unseen_losses.discard((rank, lost))
+        self.mail.pop((lost, rank), None)  # a fabric reports a loss after the last message that arrived
+        self.perform(rank, self.players[rank].node.lose(lost))
+        if lost in self.live():
+            if {rank, lost} not in self.cut_links:
+                self.give_up(lost, rank)
+            if rank < lost:
+                self.note_loss(lost, but=rank)
+
+    def give_up(self, lost: int, by: int) -> None:
+        """A rank that lives hears that another one goes on without it."""
+        self.unseen_ends.add((lost, by))
+        self.fresh.add(("given up", lost, by))
+
+    def cut(self, links: Iterable[tuple[int, int]]) -> None:
+        """Nothing passes between these pairs from now on, and each will notice."""
+        for pair in [both for one, other in links for both in ((one, other), (other, one))]:
+            self.cut_links.add(frozenset(pair))
+            self.mail.pop(pair, None)
+            self.unseen_losses.add(pair)
+            self.fresh.add(("notice", *pair))
 
     def finish(self, rank: int, index: int) -> None:
         run = self.runs[rank, index]
@@ -266,9 +297,10 @@ class World:
                 del mail[choose.randint(0, len(mail)) if choose else kept.get(receiver, 0) :]
         self.note_loss(rank)
 
-    def note_loss(self, rank: int) -> None:
-        """A rank is gone: each of the others will notice."""
-        unseen = {(other, rank) for other in self.live() if rank not in self.players[other].node.view.dead}
+    def note_loss(self, rank: int, *, but: int = -1) -> None:
+        """A rank is gone: each of the others will notice, ``but`` one that knows it, and who cannot be told."""
+        told = [other for other in self.live() if other != rank and {other, but} not in self.cut_links]
+        unseen = {(other, rank) for other in told if rank not in self.players[other].node.view.dead}
         self.unseen_losses |= unseen
         self.fresh |= {("notice", *pair) for pair in unseen}
         self._checked.clear()
@@ -344,8 +376,9 @@ class World:
         mail = {pair: letters for pair, letters in self.mail.items() if letters}
         return (
             tuple(players),
-            frozen({pair: [(letter.dead, letter.message) for letter in letters] for pair, letters in mail.items()}),
+            frozen(mail),
             tuple(sorted(self.unseen_losses)),
+            tuple(sorted(self.unseen_ends)),
             frozen({key: run.participants for key, run in self.runs.items()}),
             frozen([(rank, run.record.index, run.participants) for rank, run in self.late]),
             frozen(self.finished),
@@ -365,5 +398,7 @@ class World:
 
 
 def accuse(world: World, accuser: int, accused: int) -> None:
-    """Let a rank take another one for dead that lives."""
+    """Let a rank take another one for hung that lives, and tell everyone."""
     world.perform(accuser, world.players[accuser].node.lose(accused))
+    world.note_loss(accused)
+    world.give_up(accused, accuser)

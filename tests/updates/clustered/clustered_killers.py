@@ -36,8 +36,8 @@ def kill_one_who_hands_out(world: World, choose: random.Random) -> None:
         senders = Counter(
             sender
             for (sender, _), mail in world.mail.items()
-            for envelope in mail
-            if isinstance(envelope.message, Agreed) and world.players[sender].is_alive
+            for message, _ in mail
+            if isinstance(message, Agreed) and world.players[sender].is_alive
         )
         done = [rank for rank, number in senders.items() if number == 1 and len(world.players[rank].node.servers)]
         if done:
@@ -56,7 +56,7 @@ class AskedKiller:
         asked = [
             receiver
             for (_, receiver), mail in self._world.mail.items()
-            if receiver in self._world.live() and any(isinstance(envelope.message, Supply) for envelope in mail)
+            if receiver in self._world.live() and any(isinstance(message, Supply) for message, _ in mail)
         ]
         if asked and len(self._world.live()) > 1:
             self.victims.append(asked[0])

@@ -40,7 +40,7 @@ class Hold:
             return is_meant and instruction.record.index == self.index
         if not isinstance(instruction, Send) or instruction.peer != self.receiver:
             return False
-        message = instruction.envelope.message
+        message = instruction.message
         is_meant = isinstance(message, self.kinds) and message.term == self.term
         return is_meant and (self.index is None or getattr(message, "index", None) == self.index)
 

@@ -15,7 +15,7 @@ from syncline.schedule import Collective, Layout, choose
 from syncline.topology import Topology
 from syncline.updates.clustered.driver import mean_of
 from syncline.updates.clustered.grouping import check_clusters, group
-from syncline.updates.clustered.messages import Agreed, Contribution, Envelope, Join
+from syncline.updates.clustered.messages import Agreed, Contribution, Join, Told, decode, encode
 from syncline.updates.clustered.outer_rounds import ServersCall
 from syncline.updates.flat import VectorShape, combine
 from syncline.updates.messaging.mailbox import HEAD_BYTES, Mailbox, MessageStream
@@ -57,10 +57,9 @@ def test_the_mean_is_weighted_by_samples_and_leaves_out_who_has_no_gradient() ->
     assert mean_of({1: given[1]}) is None
 
 
-def make_mailbox(port, on_message) -> Mailbox[Envelope]:
+def make_mailbox(port, on_message) -> Mailbox[Told]:
     stream = MessageStream(port, 9, urgency=0)
-    decode = partial(Envelope.decode, shape=SHAPE)
-    return Mailbox(stream, stream, decode=decode, on_message=on_message, on_lost=lambda *_: None)
+    return Mailbox(stream, stream, decode=partial(decode, shape=SHAPE), on_message=on_message, on_lost=lambda *_: None)
 
 
 def test_messages_arrive_whole_and_in_order() -> None:
@@ -72,11 +71,11 @@ def test_messages_arrive_whole_and_in_order() -> None:
         Agreed(term=1, index=3, samples=(2.0,), payload=vector_of(4.0)),
         Join(term=2, index=3),
     ]
-    heard: list[tuple[int, Envelope]] = []
+    heard: list[tuple[int, Told]] = []
     done = threading.Event()
 
-    def on_message(peer: int, envelope: Envelope) -> None:
-        heard.append((peer, envelope))
+    def on_message(peer: int, told: Told) -> None:
+        heard.append((peer, told))
         boxes[1].listen(peer)
         if len(heard) == len(messages):
             done.set()
@@ -87,13 +86,13 @@ def test_messages_arrive_whole_and_in_order() -> None:
         def begin() -> None:
             boxes[1].listen_to_all()
             for message in messages:
-                boxes[0].send(1, *Envelope(dead=(1,), message=message).encode(SHAPE))
+                boxes[0].send(1, *encode(message, (1,), SHAPE))
 
         ports[0].call_soon(begin)
         assert done.wait(WAIT_S)
-    assert [envelope.message for _, envelope in heard] == messages
-    assert heard[1][1].message.payload.parts[0].tolist() == [3.0] * 5
-    assert heard[2][1].message == big
+    assert [message for _, (message, _) in heard] == messages
+    assert heard[1][1][0].payload.parts[0].tolist() == [3.0] * 5
+    assert heard[2][1] == (big, {1})
     assert boxes[0].sent_bytes[1] > 5 * HEAD_BYTES + 2 * SHAPE.num_bytes
 
 

@@ -8,11 +8,10 @@ from cluster_world import JOB, World, accuse
 from clustered_killers import AskedKiller, ServerKiller, kill_one_who_hands_out
 from random_worlds import Proposer, random_world
 
-from syncline.errors import PeerLostError
-from syncline.updates.clustered.messages import Agreed, Contribution, Envelope, Farewell, Join, Ready, Supply
+from syncline.updates.clustered.messages import Agreed, Contribution, Farewell, Join, Supply, decode, encode
 from syncline.updates.clustered.record_schedule import Kind, RecordSchedule
 from syncline.updates.clustered.server import ServerState
-from syncline.updates.clustered.view import draw_server
+from syncline.updates.clustered.view import draw_order, draw_server
 from syncline.updates.flat import VectorShape
 
 CLUSTERS = ((0, 1, 2), (3, 4), (5,))
@@ -202,14 +201,8 @@ def test_of_two_halves_that_lose_sight_of_each_other_one_goes_on(seed: int) -> N
         world.happen(choose.choice(world.choices()))
     low = (0, *choose.sample(range(1, 6), 2))
     high = tuple(rank for rank in range(6) if rank not in low)
-    across = [*itertools.product(low, high), *itertools.product(high, low)]
-    world.unseen_losses.update(across)
-
-    def cut() -> None:
-        for pair in across:
-            world.mail.pop(pair, None)
-
-    world.settle(choose, before_each=cut)
+    world.cut(itertools.product(low, high))
+    world.settle(choose)
     assert world.live() == sorted(low)
     for rank in low:
         assert len(world.players[rank].applied) == 20
@@ -241,16 +234,16 @@ def test_messages_of_old_terms_are_refused() -> None:
     world.settle()
     before = world.key()
     repeated = [
-        (sender, receiver, envelope)
-        for sender, receiver, envelope in world.delivered
-        if envelope.message.term < 4 and not isinstance(envelope.message, Supply)
+        (sender, receiver, message)
+        for sender, receiver, (message, _) in world.delivered
+        if message.term < 4 and not isinstance(message, Supply)
     ]
     assert repeated
-    for sender, receiver, envelope in repeated:
+    for sender, receiver, message in repeated:
         node = world.players[receiver].node
         refused = node.num_refused
-        assert node.receive(sender, envelope) == []
-        assert node.num_refused == refused + 1, envelope
+        assert node.receive(sender, message) == []
+        assert node.num_refused == refused + 1, message
     assert world.key() == before
 
 
@@ -262,8 +255,8 @@ def test_what_comes_twice_changes_nothing(seed: int) -> None:
 
     def repeat() -> None:
         if world.delivered and choose.random() < 0.3:
-            sender, receiver, envelope = choose.choice(world.delivered)
-            world.perform(receiver, world.players[receiver].node.receive(sender, envelope))
+            sender, receiver, told = choose.choice(world.delivered)
+            world.perform(receiver, world.players[receiver].node.receive(sender, *told))
 
     world.settle(choose, before_each=repeat)
     world.check_finished()
@@ -279,27 +272,48 @@ def test_strangers_and_terms_far_away_are_refused() -> None:
         (3, Supply(term=0, index=0)),
     ):
         refused = node.num_refused
-        assert node.receive(sender, Envelope(dead=(), message=message)) == []
+        assert node.receive(sender, message) == []
         assert node.num_refused == refused + 1
 
 
-def test_the_dead_travel_with_every_message() -> None:
-    world = World(CLUSTERS, AGENDA, num_records=3)
-    ready = Ready(term=0, index=2, cluster=1, participants=(), samples=1.0, has_result=False)
-    world.players[0].node.receive(3, Envelope(dead=(2, 4), settled=(2,), message=ready))
-    assert world.players[0].node.view.dead == {2, 4}
+def test_who_is_drawn_by_others_hears_them_once_it_knows_of_the_death_itself() -> None:
+    first, successor, other = draw_order(JOB, 0, (0, 1, 2))
+    world = World(((0, 1, 2),), RecordSchedule(period=1, reelect_every=9, has_outer_rounds=False), num_records=1)
+    world.kill(first)
+    world.notice(other, first)
+    while world.mail.get((other, successor)):
+        world.happen(("deliver", other, successor))
+    node = world.players[successor].node
+    assert (dict(node.servers), node.num_refused) == ({}, 0)
+    world.notice(successor, first)
+    assert world.players[successor].applied
+    world.settle()
+    world.check_finished()
 
 
-def test_who_tells_that_a_rank_below_it_is_dead_is_heard_once_that_is_seen_here() -> None:
-    """It may be the one that is lost of the two. What it says next waits, too; if it is lost, nobody hears it."""
+def test_of_who_dies_before_that_nothing_is_heard() -> None:
+    first, successor, other = draw_order(JOB, 0, (0, 1, 2))
+    world = World(((0, 1, 2),), RecordSchedule(period=1, reelect_every=9, has_outer_rounds=False), num_records=1)
+    world.kill(first)
+    world.notice(other, first)
+    while world.mail.get((other, successor)):
+        world.happen(("deliver", other, successor))
+    world.kill(other)
+    world.notice(successor, other)
+    assert world.players[successor].node.num_refused == 2  # that it joins, and what it contributes
+    world.settle()
+    world.check_finished()
+
+
+def test_who_loses_a_rank_below_it_is_not_heard_until_one_of_the_two_is_lost_here() -> None:
+    """It is the one that is lost, if the other lives: what it has handed out as a server, nobody may take."""
     world = World(CLUSTERS, AGENDA, num_records=3)
     node = world.players[0].node
-    node.receive(5, Envelope(dead=(4,), message=Farewell(term=0)))
-    node.receive(5, Envelope(dead=(), message=Farewell(term=0)))
-    node.receive(2, Envelope(dead=(1,), message=Farewell(term=0)))
-    assert (set(node.view.dead), node.departed) == (set(), set())
+    for peer, dead in ((5, {4}), (5, {4}), (2, {1})):
+        assert node.receive(peer, Farewell(term=0), frozenset(dead)) == []
+    assert node.departed == set()
     node.lose(4)
-    assert (set(node.view.dead), node.departed) == ({4}, {5})
+    assert node.departed == {5}
     node.lose(2)
     assert (set(node.view.dead), node.departed, node.num_refused) == ({4, 2}, {5}, 1)
 
@@ -312,21 +326,15 @@ def test_of_two_ranks_that_lose_each_other_the_lower_goes_on_with_all_others(see
     for _ in range(choose.randint(0, 60)):
         world.happen(choose.choice(world.choices()))
     lower, *higher = sorted(choose.sample(range(6), choose.choice((2, 3))))
-    across = [*itertools.product([lower], higher), *itertools.product(higher, [lower])]
-    world.unseen_losses.update(across)
-
-    def cut() -> None:
-        for pair in across:
-            world.mail.pop(pair, None)
-
-    world.settle(choose, before_each=cut)
+    world.cut(itertools.product([lower], higher))
+    world.settle(choose)
     assert world.live() == [rank for rank in range(6) if rank not in higher]
     world.check_finished()
 
 
 def test_whom_others_have_given_up_stops() -> None:
     world = World(CLUSTERS, AGENDA, num_records=3)
-    world.perform(2, world.players[2].node.end(3, PeerLostError("rank 3 closed its connections", rank=3, host="h3")))
+    world.perform(2, world.players[2].node.end(3))
     assert world.players[2].stop is not None
     assert world.players[2].stop.startswith("rank 3 takes this rank for dead")
 
@@ -335,10 +343,10 @@ def test_whom_others_have_given_up_stops() -> None:
     "change", [lambda data: data[:-1], lambda data: b"[1,2,3]", lambda data: b"\xff", lambda data: b""]
 )
 def test_what_is_no_message_is_refused(change: Callable[[bytes], bytes]) -> None:
-    data, _ = Envelope(dead=(3,), message=Join(term=1, index=4)).encode(SHAPE)
-    assert Envelope.decode(data, SHAPE)[0].message == Join(term=1, index=4)
+    data, _ = encode(Join(term=1, index=4), {3}, SHAPE)
+    assert decode(data, SHAPE)[0] == (Join(term=1, index=4), {3})
     with pytest.raises(ValueError, match="no message"):
-        Envelope.decode(change(data), SHAPE)
+        decode(change(data), SHAPE)
 
 
 def test_messages_survive_the_wire() -> None:
@@ -346,8 +354,8 @@ def test_messages_survive_the_wire() -> None:
     world.keeps_delivered = True
     world.kill(1)
     world.settle()
-    assert {type(envelope.message) for _, _, envelope in world.delivered} > {Join, Contribution, Agreed}
-    for _, _, envelope in world.delivered:
-        fields = {"payload": None} if hasattr(envelope.message, "payload") else {}
-        bare = dataclasses.replace(envelope, message=dataclasses.replace(envelope.message, **fields))
-        assert Envelope.decode(bare.encode(SHAPE)[0], SHAPE)[0] == bare
+    assert {type(message) for _, _, (message, _) in world.delivered} > {Join, Contribution, Agreed}
+    for _, _, (message, dead) in world.delivered:
+        fields = {"payload": None} if hasattr(message, "payload") else {}
+        bare = dataclasses.replace(message, **fields)
+        assert decode(encode(bare, dead, SHAPE)[0], SHAPE)[0] == (bare, dead)

@@ -21,7 +21,7 @@ class Fake(Driver):
         self.num_looks = 0
 
     def start(self) -> None:
-        on_loop(self._port, self._watch)
+        on_loop(self._port, lambda: self._watch(9))
 
     def _on_lost(self, peer: int, error: Exception) -> None:
         with self._changed:

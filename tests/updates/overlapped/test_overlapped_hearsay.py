@@ -7,24 +7,23 @@ from types import SimpleNamespace
 
 from syncline.errors import PeerLostError
 from syncline.members import Membership, Quorum
-from syncline.updates.messaging.driver import Driver
-from syncline.updates.overlapped.messages import LeftBehind
+from syncline.updates.messaging.driver import Driver, LeftBehind
 from syncline.updates.overlapped.server_client import ServerClient
 
 
 class Client(SimpleNamespace):
     """What of a rank's client hears of losses, in a job of five; what it tells is kept."""
 
-    _on_left_behind, _on_lost, _leave = ServerClient._on_left_behind, ServerClient._on_lost, ServerClient._leave
-    _tell_others, _lose = ServerClient._tell_others, Driver._lose
+    _on_note, _on_lost, _leave = Driver._on_note, ServerClient._on_lost, Driver._leave
+    _tell_others, _lose = Driver._tell_others, Driver._lose
 
     def __init__(self, rank: int) -> None:
         membership = Membership(tuple(range(5)))
         super().__init__(
-            _port=SimpleNamespace(rank=rank, describe_peer=lambda peer: f"rank {peer}"),
+            _port=SimpleNamespace(rank=rank, world_size=5, describe_peer=lambda peer: f"rank {peer}"),
             membership=membership,
             lost=membership.lost,
-            layout=SimpleNamespace(world_size=5, survival=Quorum(part=0.0)),
+            layout=SimpleNamespace(survival=Quorum(part=0.0)),
             hosted={},
             _move_buckets=lambda: None,
             _changed=threading.Condition(),
@@ -32,7 +31,7 @@ class Client(SimpleNamespace):
             told=[],
         )
 
-    def _tell(self, peer: int, note: LeftBehind) -> None:
+    def _send_note(self, peer: int, note: LeftBehind) -> None:
         self.told.append((peer, note.rank))
 
     def fail(self, error: Exception) -> None:
@@ -42,9 +41,9 @@ class Client(SimpleNamespace):
 def test_who_was_left_behind_stops_and_accuses_nobody() -> None:
     """Rank 3 takes rank 0 for hung; rank 0 is lower."""
     client = Client(0)
-    client._on_left_behind(3, LeftBehind(rank=0))
+    client._on_note(3, LeftBehind(rank=0))
     assert "rank 0 was left behind: rank 3 takes this rank for hung" in str(client._failure)
-    client._on_left_behind(2, LeftBehind(rank=1))
+    client._on_note(2, LeftBehind(rank=1))
     assert not client.told
     assert not client.lost
 
@@ -52,7 +51,7 @@ def test_who_was_left_behind_stops_and_accuses_nobody() -> None:
 def test_who_hears_of_one_that_hangs_goes_on_without_it_and_says_so_once() -> None:
     client = Client(4)
     for _ in range(2):
-        client._on_left_behind(0, LeftBehind(rank=2))
+        client._on_note(0, LeftBehind(rank=2))
     assert client.told == [(0, 2), (1, 2), (2, 2), (3, 2)]
     assert list(client.lost) == [2]
     assert "rank 2 hangs, as rank 0 reports" in str(client.membership.losses[2].error)
@@ -61,6 +60,6 @@ def test_who_hears_of_one_that_hangs_goes_on_without_it_and_says_so_once() -> No
 def test_nothing_that_a_lost_rank_tells_counts_and_of_losses_the_fabric_tells() -> None:
     client = Client(2)
     client._on_lost(4, PeerLostError("rank 4 closed its connections", rank=4, host="h"))
-    client._on_left_behind(4, LeftBehind(rank=1))
+    client._on_note(4, LeftBehind(rank=1))
     assert client.told == []
     assert list(client.lost) == [4]

@@ -23,13 +23,15 @@ from syncline.updates.clustered.messages import (
     Agreed,
     Contribution,
     Enter,
-    Envelope,
     Instruction,
     Measurement,
     Provided,
     Run,
     Send,
     Stop,
+    Told,
+    decode,
+    encode,
 )
 from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.outer_rounds import OuterRounds
@@ -37,7 +39,7 @@ from syncline.updates.clustered.record_schedule import Kind, Record
 from syncline.updates.clustered.statistics import ClusteredStatistics
 from syncline.updates.clustered.view import View
 from syncline.updates.flat import Vector, VectorShape, combine, shares
-from syncline.updates.messaging.driver import Driver
+from syncline.updates.messaging.driver import Driver, LeftBehind
 from syncline.updates.messaging.mailbox import Mailbox, MessageStream
 
 TEXT_URGENCY, VECTOR_URGENCY = -1, 0
@@ -69,6 +71,7 @@ class ClusterDriver(Driver):
     ) -> None:
         self._topology = job.topology
         self._node = node
+        self._stream = stream
         super().__init__(port, node.view.membership, timeout_s=timeout_s)
         self._job = job
         self._began_s = 0.0
@@ -79,7 +82,7 @@ class ClusterDriver(Driver):
         self._mailbox = Mailbox(
             MessageStream(port, stream, urgency=TEXT_URGENCY),
             MessageStream(port, stream, urgency=VECTOR_URGENCY, connection_class=BULK_CLASS),
-            decode=partial(Envelope.decode, shape=shape),
+            decode=partial(decode, shape=shape),
             on_message=self._hear,
             on_lost=self._lose,
         )
@@ -155,19 +158,20 @@ class ClusterDriver(Driver):
     def _begin(self) -> None:
         self._mailbox.listen_to_all()
         self._perform(self._node.begin())
-        self._watch()
+        self._watch(self._stream)
 
     def _provide(self, provided: Provided) -> None:
         self._recorder.provided()
         self._perform(self._node.provide(provided))
 
-    def _hear(self, peer: int, envelope: Envelope) -> None:
+    def _hear(self, peer: int, told: Told) -> None:
         self._mailbox.listen(peer)
-        self._perform(self._node.receive(peer, envelope))
+        self._perform(self._node.receive(peer, *told))
 
     def _on_lost(self, peer: int, error: Exception) -> None:
         if isinstance(error, GivenUpError):
-            self._perform(self._node.end(peer, error))
+            self.membership.lose(peer, error)
+            self._perform(self._node.end(peer))
         else:
             self._perform(self._node.lose(peer, error))
 
@@ -216,9 +220,11 @@ class ClusterDriver(Driver):
             return None
         return (found[0],), f"{who(found[0])} did not deliver, and {who(found[1])} waited for it"
 
-    def _leave(self, peer: int, text: str) -> None:
-        error = PeerLostError(text, rank=peer, host=self._topology.host_of(peer).name)
-        self._perform(self._node.lose(peer, error, is_settled=True))
+    def _on_note(self, peer: int, note: LeftBehind) -> None:
+        if note.rank == self._port.rank and peer not in self.membership.lost:
+            self._perform(self._node.end(peer))
+        else:
+            super()._on_note(peer, note)
 
     def _depart(self) -> None:
         self._last_statistics = self._take_statistics()  # later, whoever departed too counts as dead
@@ -247,10 +253,10 @@ class ClusterDriver(Driver):
                 self._is_over = True
                 self._changed.notify_all()
 
-    def _send(self, message: Send) -> None:
-        num_bytes = self._mailbox.send(message.peer, *message.envelope.encode(self._shape))
-        view, term = self._node.view, message.envelope.message.term
-        if view.cluster_of(message.peer, term) == view.own_cluster(term):
+    def _send(self, send: Send) -> None:
+        num_bytes = self._mailbox.send(send.peer, *encode(send.message, send.dead, self._shape))
+        view, term = self._node.view, send.message.term
+        if view.cluster_of(send.peer, term) == view.own_cluster(term):
             self._sent_bytes_inside += num_bytes
 
     def _finish(self, run: Run, payload: Vector) -> None:

@@ -1,18 +1,17 @@
 """What members and servers say to one another, and what they tell the one who drives them to do.
 
 The protocol itself does no I/O and no arithmetic. A message may have a payload: vectors, which it never opens.
-
-Every message names its term; one of a term that is over is refused. On its way it lies in an :class:`Envelope`, which
-carries whom its sender takes for dead: that knowledge only grows, so all ranks come to agree on it.
+Every message names its term; one of a term that is over is refused. On its way it carries whom its sender takes for
+dead: it is heard once these are known to be dead here too. The fabric tells all ranks of each loss, and of two that
+lose each other the higher one is lost for all: what such a rank does before it learns that is heard by nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
-from syncline.members import is_believed
 from syncline.updates.clustered.record_schedule import Record
 from syncline.updates.flat import Vector, VectorShape
 from syncline.updates.messaging.mailbox import decode_record, encode_record
@@ -103,59 +102,38 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Notice:
-    """To everyone: nothing but the envelope, whose dead are news."""
-
-    term: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Farewell:
     """To everyone: I have all that I need, and everybody has all that I had to send."""
 
     term: int
 
 
-Message = Join | Contribution | Agreed | Supply | Ready | Notice | Farewell
+Message = Join | Contribution | Agreed | Supply | Ready | Farewell
 
 
 NUM_VECTORS = "num_vectors"
 """What goes beside a message with a payload."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Envelope:
-    """A message with whom its sender takes for dead.
+Told = tuple[Message, frozenset[int]]
+"""A message, and whom its sender took for dead."""
 
-    ``settled`` are those of the dead that everyone believes to be dead: who hangs, and whom the sender itself was told
-    of by a rank that it believes.
-    """
 
-    dead: tuple[int, ...]
-    message: Message
-    settled: tuple[int, ...] = ()
+def encode(message: Message, dead: Iterable[int], shape: VectorShape) -> tuple[bytes, list[memoryview]]:
+    """Return it as text and payloads; its vectors are of ``shape``."""
+    payload: Vector | None = getattr(message, "payload", None)
+    size = {} if payload is None else {NUM_VECTORS: payload.shape.num_bytes // shape.num_bytes}
+    return encode_record(message, dead=sorted(dead), **size), [] if payload is None else [payload.memory]
 
-    def doubtful(self, sender: int) -> frozenset[int]:
-        """Return who may live, the ``sender`` being the one that is lost: those below it that it lost by itself."""
-        return frozenset(rank for rank in self.dead if not is_believed(sender, rank)).difference(self.settled)
 
-    def encode(self, shape: VectorShape) -> tuple[bytes, list[memoryview]]:
-        """Return it as text and payloads; its vectors are of ``shape``."""
-        payload: Vector | None = getattr(self.message, "payload", None)
-        size = {} if payload is None else {NUM_VECTORS: payload.shape.num_bytes // shape.num_bytes}
-        text = encode_record(self.message, dead=self.dead, settled=self.settled, **size)
-        return text, [] if payload is None else [payload.memory]
-
-    @classmethod
-    def decode(cls, text: bytes, shape: VectorShape) -> tuple[Envelope, list[memoryview]]:
-        """Return what :meth:`encode` wrote, and where its payload is to land; ValueError if it is anything else."""
-        message, beside = decode_record(text, get_args(Message), "the clustered update")
-        dead, settled = (tuple(map(int, beside.pop(name, ()))) for name in ("dead", "settled"))
-        memory = []
-        if NUM_VECTORS in beside and isinstance(message, Contribution | Agreed):
-            vector = shape.times(beside[NUM_VECTORS]).empty()
-            message, memory = replace(message, payload=vector), [vector.memory]
-        return cls(dead=dead, message=message, settled=settled), memory
+def decode(text: bytes, shape: VectorShape) -> tuple[Told, list[memoryview]]:
+    """Return what :func:`encode` wrote, and where its payload is to land; ValueError if it is anything else."""
+    message, beside = decode_record(text, get_args(Message), "the clustered update")
+    dead, memory = frozenset(map(int, beside.get("dead", ()))), []
+    if NUM_VECTORS in beside and isinstance(message, Contribution | Agreed):
+        vector = shape.times(beside[NUM_VECTORS]).empty()
+        message, memory = replace(message, payload=vector), [vector.memory]
+    return (message, dead), memory
 
 
 # --- what the protocol tells the one who drives it ----------------------------------------------------------------
@@ -166,7 +144,9 @@ class Send:
     """Send a message, with its payload if it has one."""
 
     peer: int
-    envelope: Envelope
+    message: Message
+    dead: frozenset[int]
+    """Whom this rank takes for dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

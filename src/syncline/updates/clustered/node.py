@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from syncline.errors import UpdateError
 from syncline.members import Quorum
 from syncline.updates.clustered.member import Member, MemberState
 from syncline.updates.clustered.messages import (
     Agreed,
     Contribution,
     Enter,
-    Envelope,
     Farewell,
     Instruction,
     Join,
     Mean,
     Measurement,
     Message,
-    Notice,
     Payload,
     Provided,
     Ready,
@@ -62,8 +59,8 @@ class Node:
         self._quorum = Quorum(part=quorum)
         self.measurements: dict[int, Measurement] = {}
         """The newest that this rank, as a server, heard of each rank."""
-        self._unheard: list[tuple[int, Envelope]] = []
-        """What came, by sender in order, and speaks of a death that is not believed here yet."""
+        self._unheard: list[tuple[int, Message, frozenset[int]]] = []
+        """What came from those who know of deaths that are not known here yet."""
         self._mail: list[tuple[int, Message]] = []
         self._early: list[tuple[int, Message]] = []
         self._instructions: list[Instruction] = []
@@ -88,27 +85,30 @@ class Node:
             self._post(self.member.provide(provided))
         return self._flush()
 
-    def receive(self, peer: int, envelope: Envelope) -> list[Instruction]:
-        """Hear a message, with its payload if it has one."""
+    def receive(self, peer: int, message: Message, dead: frozenset[int] = frozenset()) -> list[Instruction]:
+        """Hear a message, with its payload if it has one, once all are known to be ``dead`` whom its sender knows."""
         if self.stopped is not None or peer in self.view.dead or not self.view.is_member(peer):
             self.num_refused += 1
             return []
-        self._unheard.append((peer, envelope))
+        self._unheard.append((peer, message, dead))
         self._hear()
         return self._flush()
 
-    def lose(self, peer: int, error: Exception | None = None, *, is_settled: bool = False) -> list[Instruction]:
-        """Go on without a peer that the fabric lost, and tell everyone; ``is_settled`` if all are to believe it."""
+    def lose(self, peer: int, error: Exception | None = None) -> list[Instruction]:
+        """Go on without a peer that is lost; all others hear of it too, each in its time."""
         if self.stopped is None:
-            self._lose(peer, error, is_settled=is_settled)
+            self._bury(peer, error)
             self._hear()
         return self._flush()
 
-    def end(self, peer: int, error: Exception) -> list[Instruction]:
-        """Stop, as ``peer`` has given up this rank on another one's word: so will all."""
+    def end(self, peer: int) -> list[Instruction]:
+        """Stop, as ``peer`` has given up this rank on another one's word, or takes it for hung: so will all."""
         if self.stopped is None:
-            self.view.membership.lose(peer, error)
-            self._stop_as_dead(peer)
+            self._stop(
+                f"rank {peer} takes this rank for dead; it was out of reach, or its training thread hung, and the job "
+                "went on without it",
+                (self.view.rank,),
+            )
         return self._flush()
 
     def awaited(self) -> frozenset[int]:
@@ -141,68 +141,32 @@ class Node:
             self._gather(server)
         return self._flush()
 
-    def _hear(self) -> None:
-        """Hear what came, each sender's messages in order; who speaks of a death that is doubtful here waits.
-
-        It ends with the death of one of the two: each rank finds it by itself, or is told by the lower one.
-        """
-        while self.stopped is None and (heard := self._take_unheard()) is not None:
-            peer, envelope = heard
-            doubtful = envelope.doubtful(peer)
-            if self.view.rank in doubtful:
-                self._lose(peer, UpdateError(f"rank {peer} has lost its connection to this rank"))
-            elif self.view.rank in envelope.dead:
-                self._stop_as_dead(peer)
-            else:
-                certain = {rank for rank in envelope.dead if rank not in doubtful and self.view.is_member(rank)}
-                self._bury(certain, is_settled=True)
-                self._post([(self.view.rank, envelope.message)], sender=peer)
-
-    def _take_unheard(self) -> tuple[int, Envelope] | None:
-        waiting: set[int] = set()
-        for place, (peer, envelope) in enumerate(self._unheard):
-            doubtful = {rank for rank in envelope.doubtful(peer) if self.view.is_member(rank)}
-            if peer not in waiting and (self.view.rank in doubtful or self.view.dead >= doubtful):
-                return self._unheard.pop(place)
-            waiting.add(peer)
-        return None
-
-    def _lose(self, peer: int, error: Exception | None, *, is_settled: bool = False) -> None:
-        if self._bury({peer}, error, is_settled=is_settled):
-            self._post([(rank, Notice(term=self.term)) for rank in self.view.live() if rank != self.view.rank])
-
-    def _bury(self, dead: set[int], error: Exception | None = None, *, is_settled: bool) -> bool:
-        """Take ranks for dead, follow those who are drawn instead, and count whether enough are left."""
+    def _bury(self, peer: int, error: Exception | None) -> None:
+        """Take a rank for dead, follow who is drawn instead, and count whether enough are left."""
         former_server = self.view.own_server(self.term)
-        news = {
-            rank
-            for rank in dead
-            if self.view.membership.lose(rank, error, has_left=rank in self.departed, is_settled=is_settled)
-        }
-        if not news:
-            return False
-        self.num_replaced += former_server in news
-        num_unheard = len(self._unheard)
-        self._unheard = [(peer, envelope) for peer, envelope in self._unheard if peer not in news]
-        self.num_refused += num_unheard - len(self._unheard)
-        for rank in sorted(news):  # one who lives after all learns that the job goes on without it
-            self._instructions.append(Send(peer=rank, envelope=self._seal(Notice(term=self.term))))
+        if not self.view.membership.lose(peer, error, has_left=peer in self.departed):
+            return
+        self.num_replaced += former_server == peer
+        heard = [one for one in self._unheard if one[0] != peer]
+        self.num_refused += len(self._unheard) - len(heard)
+        self._unheard = heard
         shortage = self.view.membership.shortage(self._quorum)
         if shortage is not None:
             self._stop(f"{shortage}, or allow a smaller quorum", shortage.missing)
-            return False
+            return
         self._post(self.member.follow())
         for server in tuple(self.servers.values()):
             server.refresh()
             self._gather(server)
-        return True
 
-    def _stop_as_dead(self, peer: int) -> None:
-        self._stop(
-            f"rank {peer} takes this rank for dead; it was out of reach, or its training thread hung, and the job went "
-            "on without it",
-            (self.view.rank,),
-        )
+    def _hear(self) -> None:
+        """Hear what can be heard; each sender knows of more and more deaths, so its messages stay in order."""
+        unheard, self._unheard = self._unheard, []
+        for peer, message, dead in unheard:
+            if dead <= self.view.dead:
+                self._post([(self.view.rank, message)], sender=peer)
+            else:
+                self._unheard.append((peer, message, dead))
 
     def _stop(self, reason: str, accused: tuple[int, ...]) -> None:
         self.stopped = reason
@@ -217,13 +181,9 @@ class Node:
             if receiver == self.view.rank:
                 self._mail.append((self.view.rank if sender is None else sender, message))
             elif receiver not in self.view.dead:
-                self._instructions.append(Send(peer=receiver, envelope=self._seal(message)))
+                self._instructions.append(Send(peer=receiver, message=message, dead=frozenset(self.view.dead)))
         while self._mail and self.stopped is None:
             self._deliver(*self._mail.pop(0))
-
-    def _seal(self, message: Message) -> Envelope:
-        membership = self.view.membership
-        return Envelope(dead=tuple(sorted(membership.lost)), message=message, settled=tuple(sorted(membership.settled)))
 
     def _gather(self, server: Server) -> None:
         """Carry out what a server said."""
@@ -237,8 +197,6 @@ class Node:
         return instructions
 
     def _deliver(self, peer: int, message: Message) -> None:
-        if isinstance(message, Notice):
-            return
         if isinstance(message, Farewell):
             self.departed.add(peer)
             return

@@ -12,10 +12,13 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
 
-from syncline.errors import UpdateError
+from syncline.errors import UpdateError, accusing
 from syncline.members import Membership
 from syncline.runtime.port import Port
+from syncline.updates.messaging.mailbox import decode_record, encode_record
 
 _log = logging.getLogger(__name__)
 
@@ -26,8 +29,20 @@ STALL_GRACE_S = 4.0
 """Heartbeats tell of a training thread some seconds late."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftBehind:
+    """To everyone: ``rank`` lives and is left behind. Of those that are lost the fabric tells everyone."""
+
+    rank: int
+
+
 class Driver(ABC):
-    """Failures, losses, and waits that end; what the machine's events and instructions are is the subclass's."""
+    """Failures, losses, and waits that end; what the machine's events and instructions are is the subclass's.
+
+    Drivers of all ranks tell each other *notes*: small records, ahead of all else.
+    """
+
+    kinds_of_notes: tuple[type, ...] = (LeftBehind,)
 
     def __init__(self, port: Port, membership: Membership, *, timeout_s: float) -> None:
         self.membership = membership
@@ -69,9 +84,42 @@ class Driver(ABC):
 
     # --- the loop's thread ---------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        """Hear of losses from now on, and of those before."""
+    def _watch(self, stream: int | None = None) -> None:
+        """Hear of losses from now on, and of those before; with a ``stream`` of its own, also of notes."""
+        if stream is not None:
+            self._port.watch_controls(stream, self._on_control)
         self._port.watch_losses(self._lose)
+
+    def _send_note(self, peer: int, note: Any) -> None:
+        if peer == self._port.rank:
+            self._port.call_soon(self._on_note, peer, note)
+        else:
+            self._port.tell(peer, encode_record(note))
+
+    def _tell_others(self, note: Any) -> None:
+        for peer in range(self._port.world_size):
+            if peer != self._port.rank:
+                self._send_note(peer, note)
+
+    def _on_control(self, peer: int, payload: bytes) -> None:
+        try:
+            note, _ = decode_record(payload, self.kinds_of_notes, "an update's driver")
+        except ValueError as error:
+            self._lose(peer, UpdateError(f"{self._port.describe_peer(peer)} sent what is none: {error}"))
+        else:
+            self._on_note(peer, note)
+
+    def _on_note(self, peer: int, note: Any) -> None:
+        """Hear of a rank that hangs, this one perhaps; what one that was left behind itself tells is nothing."""
+        assert isinstance(note, LeftBehind)
+        hangs, who = note.rank, self._port.describe_peer
+        if {hangs, peer}.intersection(self.membership.lost) or self._failure is not None:
+            return
+        if hangs == self._port.rank:
+            text = f"{who(hangs)} was left behind: {who(peer)} takes this rank for hung; the others go on without it"
+            self.fail(accusing(UpdateError(f"{text}; start it again from a checkpoint"), hangs))
+        else:
+            self._leave(hangs, f"{who(hangs)} hangs, as {who(peer)} reports")
 
     def _lose(self, peer: int, error: Exception) -> None:
         """Go on without a rank, or fail; this one is lost when its fleet closes, or its loop is broken."""
@@ -89,7 +137,8 @@ class Driver(ABC):
         return ()
 
     def _leave(self, peer: int, text: str) -> None:
-        """Go on without a rank that lives."""
+        """Go on without a rank that lives, as all others are to."""
+        self._tell_others(LeftBehind(rank=peer))
         self._lose(peer, UpdateError(text))
 
     def _leave_behind(self) -> None:

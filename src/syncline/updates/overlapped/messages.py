@@ -19,6 +19,7 @@ from syncline.fabric import BULK
 from syncline.runtime.port import Port
 from syncline.tensors.memory import bytes_of
 from syncline.updates.flat import aligned, sum_dtype
+from syncline.updates.messaging.driver import LeftBehind
 from syncline.updates.messaging.mailbox import MessageStream, decode_record, encode_record
 from syncline.updates.overlapped.events import End, Hello, Push, Reply, ReplyAverage
 
@@ -91,13 +92,6 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftBehind:
-    """To everyone: ``rank`` lives and is left behind. Of those that are lost the fabric tells everyone."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
     """To a server: this worker ended ``period``, which is averaged elsewhere."""
 
@@ -129,10 +123,4 @@ class Nonfinite:
     position: int
 
 
-Note = LeftBehind | Stopped | Question | Answer | Nonfinite
-
-
-def decode_note(text: bytes) -> Note:
-    """Return the note that a text is; raises ValueError if it is none."""
-    note: Note = decode_record(text, get_args(Note), "the overlapped update")[0]
-    return note
+Note = Stopped | Question | Answer | Nonfinite | LeftBehind

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import get_args
 
 import torch
 
@@ -20,7 +21,6 @@ from syncline.observe import Trace
 from syncline.runtime.failures import LOOK
 from syncline.runtime.port import Port
 from syncline.updates.messaging.driver import LOOK_S, STALL_GRACE_S, Driver
-from syncline.updates.messaging.mailbox import encode_record
 from syncline.updates.overlapped.arithmetic import Feed
 from syncline.updates.overlapped.events import Waiting
 from syncline.updates.overlapped.hosted import HostedShard
@@ -28,12 +28,10 @@ from syncline.updates.overlapped.link import WorkerLink
 from syncline.updates.overlapped.messages import (
     Answer,
     BucketLayout,
-    LeftBehind,
     Nonfinite,
     Note,
     Question,
     Stopped,
-    decode_note,
 )
 from syncline.updates.overlapped.placement import ServerLayout, Succession
 from syncline.updates.overlapped.rebase import Collect
@@ -50,6 +48,8 @@ DRAIN_S = 5.0
 
 class ServerClient(Driver):
     """Joins links, hosted shards and losses."""
+
+    kinds_of_notes = get_args(Note)
 
     def __init__(
         self,
@@ -99,10 +99,9 @@ class ServerClient(Driver):
         for bucket, server in zip(self._buckets, self._succession.servers, strict=True):
             if server == self._port.rank:
                 self._host(bucket, epoch=0)
-        self._port.watch_controls(self._buckets[0].stream, self._on_control)
         for link in self.links:
             link.listen()
-        self._watch()
+        self._watch(self._buckets[0].stream)
 
     # --- the training thread -------------------------------------------------------------------------------------
 
@@ -251,7 +250,7 @@ class ServerClient(Driver):
         for server, rounds in last_rounds.items():
             for start in range(0, len(rounds), BUCKETS_OF_NOTE):
                 some = tuple(rounds[start : start + BUCKETS_OF_NOTE])
-                self._port.call_soon(self._tell, server, Stopped(period=self.counts.num_periods, last_rounds=some))
+                self._port.call_soon(self._send_note, server, Stopped(period=self.counts.num_periods, last_rounds=some))
 
     def _use(self, gradients: Sequence[torch.Tensor]) -> int:
         return max(link.use(gradient) for link, gradient in zip(self.links, gradients, strict=True))
@@ -312,67 +311,33 @@ class ServerClient(Driver):
         shard = HostedShard(self._port, self.layout, bucket, epoch=epoch, lost=self.lost)
         self.hosted[bucket.index] = shard
 
-    def _tell(self, peer: int, note: Note) -> None:
-        if peer == self._port.rank:
-            self._port.call_soon(self._on_note, peer, note)
-        else:
-            self._port.tell(peer, encode_record(note))
-
-    def _tell_others(self, note: Note) -> None:
-        for peer in range(self.layout.world_size):
-            if peer != self._port.rank:
-                self._tell(peer, note)
-
     def ask(self) -> None:
         """Ask the servers whom they wait for."""
         for server in sorted({link.server for link in self.links}):
-            self._tell(server, Question())
-
-    def _on_control(self, peer: int, payload: bytes) -> None:
-        try:
-            note = decode_note(payload)
-        except ValueError as error:
-            self._lose(peer, UpdateError(f"{self._port.describe_peer(peer)} sent what is none: {error}"))
-        else:
-            self._on_note(peer, note)
+            self._send_note(server, Question())
 
     def _on_note(self, peer: int, note: Note) -> None:
-        if isinstance(note, LeftBehind):
-            self._on_left_behind(peer, note)
-        elif isinstance(note, Nonfinite):
+        if isinstance(note, Nonfinite):
             origin = NonfiniteOrigin(step=note.step, rank=peer, position=note.position)
             self.nonfinite = min(self.nonfinite or origin, origin)
         elif isinstance(note, Answer):
             self._answers[peer] = note.ranks
         elif isinstance(note, Question):
             shards = self.hosted.values()
-            self._tell(
+            self._send_note(
                 peer, Answer(ranks=tuple(sorted({rank for shard in shards for rank in shard.machine.missing()})))
             )
             for shard in shards:
                 shard.handle(Waiting(worker=peer))
-        else:
+        elif isinstance(note, Stopped):
             for bucket, last_round in note.last_rounds:
                 if bucket in self.hosted:
                     self.hosted[bucket].stop(peer, period=note.period, last_round=last_round)
-
-    def _on_left_behind(self, teller: int, note: LeftBehind) -> None:
-        """Hear of a rank that hangs, this one perhaps; what one that was left behind itself tells is nothing."""
-        hangs, who = note.rank, self._port.describe_peer
-        if hangs in self.lost or teller in self.lost or self._failure is not None:
-            return
-        if hangs == self._port.rank:
-            text = f"{who(hangs)} was left behind: {who(teller)} takes this rank for hung; the others go on without it"
-            self.fail(accusing(UpdateError(f"{text}; start it again from a checkpoint"), hangs))
         else:
-            self._leave(hangs, f"{who(hangs)} hangs, as {who(teller)} reports")
+            super()._on_note(peer, note)
 
     def _awaited_peers(self) -> tuple[int, ...]:
         return self.layout.workers
-
-    def _leave(self, peer: int, text: str) -> None:
-        self._tell_others(LeftBehind(rank=peer))
-        self._lose(peer, UpdateError(text))
 
     def _on_lost(self, peer: int, error: Exception) -> None:
         if peer in self.lost:
