@@ -107,6 +107,12 @@ def compress_group(world: World) -> Right:
     return syncline.compress_group, {}
 
 
+def load_codec(world: World) -> Right:
+    call, given = compress_group(world)
+    codec = call(**given)
+    return codec.load_state_dict, {"state_dict": codec.state_dict()}
+
+
 def tensor_call(name: str, *parts: str) -> Callable[[World], Right]:
     return lambda world: (getattr(world.fleet, name), {part: torch.ones(2) for part in parts or ("tensor",)})
 
@@ -140,6 +146,7 @@ CALLS: dict[str, Callable[[World], Right]] = {
     "syncline.distribute": distribute,
     "syncline.reconfigure": reconfigure,
     "syncline.compress_group": compress_group,
+    "syncline.GroupCodec.load_state_dict": load_codec,
     "syncline.huggingface": lambda world: (syncline.huggingface, {}),
     "syncline.no_sync": lambda world: (syncline.no_sync, {"model": world.model}),
     "syncline.join": lambda world: (syncline.join, {"model": world.model}),
@@ -340,6 +347,7 @@ NOT_CALLED: dict[str, str] = {
         ("syncline.Fleet", "syncline.DistributedOptimizer", "syncline.CheckpointWork"),
         "init(), distribute() and save_checkpoint() make it",
     ),
+    "syncline.GroupCodec": "compress_group() makes it",
     "syncline.PhasedTrainer": "phase() makes it; its methods need two ranks, and have a test of their own",
     "syncline.comm_hook": "DistributedDataParallel calls it; its state is tried in test_comm_hook.py",
     **dict.fromkeys(

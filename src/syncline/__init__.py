@@ -20,7 +20,7 @@ if "torch" in sys.modules:  # else torch does it by the entry point, when it is 
     import_module("syncline.backend.registration").register()
 
 if TYPE_CHECKING:
-    from syncline.backend.compressing import compress_group
+    from syncline.backend.compressing import GroupCodec, compress_group
     from syncline.backend.huggingface import huggingface
     from syncline.backend.reconfiguration import Reconfiguration, commit, reconfigure
     from syncline.cli.launcher.function import launch
@@ -101,6 +101,7 @@ _HOMES = {
     "clip_grad_norm_": "syncline.pytorch.control",
     "comm_hook": "syncline.pytorch.comm_hook",
     "compress_group": "syncline.backend.compressing",
+    "GroupCodec": "syncline.backend.compressing",
     "huggingface": "syncline.backend.huggingface",
     "metrics": "syncline.pytorch.metrics",
     "note": "syncline.pytorch.metrics",
@@ -165,6 +166,7 @@ __all__ = [
     "batch_size",
     "clip_grad_norm_",
     "comm_hook",
+    "GroupCodec",
     "compress_group",
     "huggingface",
     "metrics",

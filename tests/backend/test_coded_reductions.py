@@ -15,10 +15,14 @@ from coded_replay import TWO_AND_THREE, Replay, gradient_of
 from rank_scripts import run_script
 from syncline.backend import coded_reductions
 from syncline.backend.process_group import SynclineProcessGroup
-from syncline.errors import ConfigurationError
+from syncline.errors import CheckpointError, ConfigurationError
 from syncline.topology import Topology
 
 COUNT = 17_000
+OTHER_SITES = """
+switch: core
+children: [{host: a, ranks: 1, uplink: 20 Mbit/s}, {host: b, ranks: 4, uplink: 20 Mbit/s}]
+"""
 OPTIONS = syncline.BackendOptions(topology=TWO_AND_THREE)
 
 
@@ -108,6 +112,58 @@ def test_what_is_no_large_sum_of_float32_is_exact(what: torch.Tensor, op: Any) -
     assert all(torch.equal(found, expected) for found in run_groups(5, body, options=OPTIONS))
 
 
+def test_a_resumed_group_goes_on_with_what_codes_lacked() -> None:
+    """With two calls of a size in a step, of both collectives; without the state, and on other sites, it does not."""
+    num_ranks = TWO_AND_THREE.num_ranks
+    saved: dict[int, dict[str, Any]] = {}
+
+    def steps(group: SynclineProcessGroup, numbers: range) -> list[torch.Tensor]:
+        found = []
+        for step in numbers:
+            for place in range(2):
+                brought = gradient_of(group.rank(), 10 * step + place, num_ranks, COUNT)
+                found.append(all_reduce(group, brought.clone()))
+                found.append(torch.empty(COUNT // num_ranks))
+                group.reduce_scatter_single(found[-1], brought, dist.ReduceScatterOptions()).wait()
+            end_step(group)
+        return found
+
+    def train(group: SynclineProcessGroup) -> list[torch.Tensor]:
+        codec = syncline.compress_group("int4", group)
+        first = steps(group, range(2))
+        saved[group.rank()] = codec.state_dict()
+        return first + steps(group, range(2, 4))
+
+    def resume(group: SynclineProcessGroup, state: dict[str, Any] | None = None) -> list[torch.Tensor]:
+        codec = syncline.compress_group("int4", group)
+        codec.load_state_dict(saved[group.rank()] if state is None else state)
+        return steps(group, range(2, 4))
+
+    whole = [found[8:] for found in run_groups(num_ranks, train, options=OPTIONS)]
+    resumed = run_groups(num_ranks, resume, options=OPTIONS)
+    assert all(all(map(torch.equal, *pair)) for pair in zip(whole, resumed, strict=True))
+    anew = run_groups(num_ranks, lambda group: resume(group, {}), options=OPTIONS)
+    assert not any(map(torch.equal, whole[0][:4], anew[0][:4]))
+    other_sites = syncline.BackendOptions(topology=Topology.parse(OTHER_SITES))
+    moved = run_groups(num_ranks, resume, options=other_sites)
+    unsaved = run_groups(num_ranks, lambda group: resume(group, {}), options=other_sites)
+    assert all(map(torch.equal, moved[0], unsaved[0]))
+
+
+def test_what_is_no_state_of_codes_is_refused() -> None:
+    def refuse(group: SynclineProcessGroup) -> None:
+        codec = syncline.compress_group("int8", group)
+        key = f"rank{group.rank()}"
+        for wrong in (3, b"", b"none", codec.state_dict()[key][:40]):
+            with pytest.raises(CheckpointError, match="no state of a group's codes"):
+                codec.load_state_dict({key: wrong})
+        syncline.compress_group("off", group)
+        codec.load_state_dict(codec.state_dict())
+        assert float(all_reduce(group, torch.ones(COUNT))[0]) == 5.0
+
+    run_groups(5, refuse, options=OPTIONS)
+
+
 def test_codes_end_and_programs_of_ever_new_sizes_and_places_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coded_reductions, "MOST_SIZES", 2)
     monkeypatch.setattr(coded_reductions, "MOST_PLACES", 2)
@@ -163,9 +219,9 @@ def test_what_cannot_be_coded_is_refused() -> None:
         syncline.compress_group("int8")
 
 
-def test_data_parallel_and_fully_sharded_models_train_with_codes() -> None:
+def test_data_parallel_and_fully_sharded_models_train_with_codes_and_are_resumed(tmp_path: Path) -> None:
     """Near the parameters of exact gradients, the same on both ranks, and with a quarter of the bytes."""
     script = Path(__file__).with_name("coded_group_process.py")
-    for status, output in run_script(script, 2, finalizes=True):
+    for status, output in run_script(script, 2, folder=tmp_path, finalizes=True):
         assert status == 0, output
         assert output.splitlines()[-1] == "ended"

@@ -22,6 +22,7 @@ HANDED_OUT = {
     "Resumption",
     "CheckpointWork",
     "Reconfiguration",
+    "GroupCodec",
     "Fleet",
     "DistributedOptimizer",
 }

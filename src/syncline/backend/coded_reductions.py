@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -99,6 +101,27 @@ class CodedReductions:
             put_back(reduction.finished(part), output)
 
         return TensorWork([work], finish)
+
+    def state(self) -> dict[str, Any]:
+        """Return what codes of this rank lack, by collective, number of elements, and place in a step."""
+        self._wait()
+        errors = {(one.value, count, place): errors for (one, count, place), errors in self._errors.items()}
+        return {"sites": self._way.sites, "errors": errors}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take that, in the next step; of other sites nothing."""
+        self._wait()
+        self._errors.clear()
+        self._places.clear()
+        if state.get("sites") == self._way.sites:
+            by_value = {one.value: one for one in Collective}
+            found = state["errors"].items()
+            self._errors = {(by_value[one], count, place): list(errors) for (one, count, place), errors in found}
+
+    def _wait(self) -> None:
+        """Wait for what is under way, and so changes errors."""
+        for work in [work for turns in self._turns.values() for turn in turns for work in turn.last]:
+            work.wait()
 
     def close(self) -> None:
         """Give up what is under way."""

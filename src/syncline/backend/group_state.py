@@ -59,6 +59,9 @@ class GroupState:
     connections in the place of a world that is one of several on them; it is closed with the world.
     """
 
+    coded: CodedReductions | None = None
+    """The large sums in codes, if there are to be any."""
+
     def __init__(
         self,
         communicator: Communicator,
@@ -134,10 +137,10 @@ class GroupState:
 
     def compress(self, wish: Compress) -> None:
         """Let large sums of float32 cross slow links in codes from now on, or no more; every rank calls it alike."""
-        world, collectives = self.world, self.collectives
-        if collectives.other_way is not None:
-            collectives.other_way.close()
-        collectives.other_way = None
+        world = self.world
+        if self.coded is not None:
+            self.coded.close()
+        self.coded = self.collectives.other_way = None
         if self.communicator.world_size > 1:
             assert world.streams is not None, "a world gives out streams"
             streams = world.streams.take(
@@ -148,7 +151,7 @@ class GroupState:
                 purpose=f"codes of {self.communicator.user_stream} ",
                 num_groups=CODING_GROUPS,
             )
-            collectives.other_way = CodedReductions.open(self.communicator, streams, wish)
+            self.coded = self.collectives.other_way = CodedReductions.open(self.communicator, streams, wish)
 
     def choose_timeout_s(self, given: timedelta) -> float:
         """Return how long a call may take: what it says, else what the group says."""
@@ -202,8 +205,8 @@ class GroupState:
             part._end(is_failing=is_failing)
         try:
             self._layered.close(is_failing=is_failing)
-            if self.collectives.other_way is not None:
-                self.collectives.other_way.close()
+            if self.coded is not None:
+                self.coded.close()
             if is_failing:
                 self.communicator.abort()
             else:

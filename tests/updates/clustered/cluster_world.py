@@ -24,7 +24,7 @@ from syncline.updates.clustered.messages import (
     Run,
     Send,
     Stop,
-    Told,
+    ToldMessage,
 )
 from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.record_schedule import Kind, Record, RecordSchedule
@@ -90,7 +90,7 @@ class World:
             )
             for rank in ranks
         }
-        self.mail: dict[tuple[int, int], list[Told]] = {}
+        self.mail: dict[tuple[int, int], list[ToldMessage]] = {}
         self.unseen_losses: set[tuple[int, int]] = set()  # (who has not noticed, who died)
         self.unseen_ends: set[tuple[int, int]] = set()  # (who has not noticed, who gave it up)
         self.cut_links: set[frozenset[int]] = set()
@@ -98,7 +98,7 @@ class World:
         self.finished: dict[tuple[int, tuple], tuple] = {}
         self.late: list[tuple[int, Run]] = []  # exchanges that were given up, but whose end comes all the same
         self.keeps_delivered = False
-        self.delivered: list[tuple[int, int, Told]] = []
+        self.delivered: list[tuple[int, int, ToldMessage]] = []
         self.states_seen: set[ServerState] = set()
         self.num_messages: Counter[str] = Counter()
         self.on_state: Callable[[int, ServerState], None] | None = None
@@ -157,7 +157,7 @@ class World:
             self.check_servers()
             self._checked[rank] = servers
 
-    def send(self, rank: int, peer: int, told: Told) -> None:
+    def send(self, rank: int, peer: int, told: ToldMessage) -> None:
         assert peer != rank
         self.num_messages[type(told[0]).__name__] += 1
         if {rank, peer} not in self.cut_links:

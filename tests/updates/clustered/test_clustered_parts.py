@@ -15,7 +15,7 @@ from syncline.schedule import Collective, Layout, choose
 from syncline.topology import Topology
 from syncline.updates.clustered.driver import mean_of
 from syncline.updates.clustered.grouping import check_clusters, group
-from syncline.updates.clustered.messages import Agreed, Contribution, Join, Told, decode, encode
+from syncline.updates.clustered.messages import Agreed, Contribution, Join, ToldMessage, decode, encode
 from syncline.updates.clustered.outer_rounds import ServersCall
 from syncline.updates.flat import VectorShape, combine
 from syncline.updates.messaging.mailbox import HEAD_BYTES, Mailbox, MessageStream
@@ -57,7 +57,7 @@ def test_the_mean_is_weighted_by_samples_and_leaves_out_who_has_no_gradient() ->
     assert mean_of({1: given[1]}) is None
 
 
-def make_mailbox(port, on_message) -> Mailbox[Told]:
+def make_mailbox(port, on_message) -> Mailbox[ToldMessage]:
     stream = MessageStream(port, 9, urgency=0)
     return Mailbox(stream, stream, decode=partial(decode, shape=SHAPE), on_message=on_message, on_lost=lambda *_: None)
 
@@ -71,10 +71,10 @@ def test_messages_arrive_whole_and_in_order() -> None:
         Agreed(term=1, index=3, samples=(2.0,), payload=vector_of(4.0)),
         Join(term=2, index=3),
     ]
-    heard: list[tuple[int, Told]] = []
+    heard: list[tuple[int, ToldMessage]] = []
     done = threading.Event()
 
-    def on_message(peer: int, told: Told) -> None:
+    def on_message(peer: int, told: ToldMessage) -> None:
         heard.append((peer, told))
         boxes[1].listen(peer)
         if len(heard) == len(messages):

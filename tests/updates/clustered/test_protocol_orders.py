@@ -37,13 +37,13 @@ def explore(world: World, victim: int) -> int:
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_one_cluster_of_three(victim: int) -> None:
     record_schedule = RecordSchedule(period=1, reelect_every=1, has_outer_rounds=False)
-    assert explore(World(((0, 1, 2),), record_schedule, num_records=2), victim) > 500
+    assert explore(World(((0, 1, 2),), record_schedule, num_records=2), victim) > 250
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_pair_and_a_single(victim: int) -> None:
     record_schedule = RecordSchedule(period=1, reelect_every=1)
-    assert explore(World(((0, 1), (2,)), record_schedule, num_records=2), victim) > 200
+    assert explore(World(((0, 1), (2,)), record_schedule, num_records=2), victim) > 140
 
 
 def test_two_singles_who_average() -> None:
@@ -66,7 +66,7 @@ def test_a_rank_of_a_pair_changes_sides(victim: int) -> None:
     changed = ((1,), (0, 2))
     world = World(((0, 1), (2,)), record_schedule, num_records=4, propose=Proposals((changed,) * 3))
     after_records(world, 2)
-    assert explore(world, victim) > 200
+    assert explore(world, victim) > 100
 
 
 class Proposals:

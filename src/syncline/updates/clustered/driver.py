@@ -29,7 +29,7 @@ from syncline.updates.clustered.messages import (
     Run,
     Send,
     Stop,
-    Told,
+    ToldMessage,
     decode,
     encode,
 )
@@ -164,7 +164,7 @@ class ClusterDriver(Driver):
         self._recorder.provided()
         self._perform(self._node.provide(provided))
 
-    def _hear(self, peer: int, told: Told) -> None:
+    def _hear(self, peer: int, told: ToldMessage) -> None:
         self._mailbox.listen(peer)
         self._perform(self._node.receive(peer, *told))
 

@@ -115,7 +115,7 @@ NUM_VECTORS = "num_vectors"
 """What goes beside a message with a payload."""
 
 
-Told = tuple[Message, frozenset[int]]
+ToldMessage = tuple[Message, frozenset[int]]
 """A message, and whom its sender took for dead."""
 
 
@@ -126,7 +126,7 @@ def encode(message: Message, dead: Iterable[int], shape: VectorShape) -> tuple[b
     return encode_record(message, dead=sorted(dead), **size), [] if payload is None else [payload.memory]
 
 
-def decode(text: bytes, shape: VectorShape) -> tuple[Told, list[memoryview]]:
+def decode(text: bytes, shape: VectorShape) -> tuple[ToldMessage, list[memoryview]]:
     """Return what :func:`encode` wrote, and where its payload is to land; ValueError if it is anything else."""
     message, beside = decode_record(text, get_args(Message), "the clustered update")
     dead, memory = frozenset(map(int, beside.get("dead", ()))), []
