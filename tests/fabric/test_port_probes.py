@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 
 import pytest
 
 from rank_scripts import reserved_port
 from syncline.errors import ConfigurationError
+from syncline.fabric import port_probes
 from syncline.fabric.port_probes import Outcome, PortProbes
 
 HOSTS = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
@@ -54,6 +56,25 @@ def test_who_cannot_be_dialled_is_known_to_all_and_hears_of_all(monkeypatch: pyt
         assert [each.opens(other, 2) for other in (0, 1)] == [False, False]
         assert [each.opens(2, other) for other in (0, 1)] == [True, True]
         assert each.found[0][2] == {port: Outcome.REFUSED}
+
+
+def test_of_two_of_which_one_cannot_be_dialled_both_hear_in_the_end_that_all_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the one hears, it hears of the other's dials alone; run() ends long before its time."""
+    monkeypatch.setattr(port_probes, "PAUSE_S", 0.01)
+    with reserved_port() as port:
+        probes = probes_of(port, hosts=HOSTS[:2])
+        listen = PortProbes._listen
+
+        async def listen_on_the_first(self: PortProbes, number: int) -> asyncio.Server | None:
+            return await listen(self, number) if self.own == 0 else None
+
+        monkeypatch.setattr(PortProbes, "_listen", listen_on_the_first)
+        began_s = time.monotonic()
+        run(probes)
+        assert time.monotonic() - began_s < LONG_S / 2
+    assert [(each.opens(0, 1), each.opens(1, 0)) for each in probes] == [(False, True)] * 2
 
 
 def test_a_port_that_another_program_has_is_named() -> None:

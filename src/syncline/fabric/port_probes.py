@@ -118,7 +118,7 @@ class PortProbes:
     async def _probe(self, host: int) -> None:
         """Dial all ports of a host until each is known, and then one that is open until all hosts know all."""
         outcomes = self.found[self.own][host]
-        num_tries = 0
+        num_tries, is_open = 0, list[int]()
         while len(self._done) < len(self.addresses):
             unknown = [port for port in self.ports if port not in outcomes]
             is_open = [port for port in self.ports if outcomes.get(port) is Outcome.OPEN][:1]
@@ -129,6 +129,8 @@ class PortProbes:
             if all(self.is_whole(each) for each in range(len(self.addresses))):
                 self._done.add(self.own)
             await asyncio.sleep(PAUSE_S)
+        for port in is_open:  # who cannot dial this host has no other way to hear that all know all
+            await self._dial(host, port)
         await asyncio.sleep(2 * PAUSE_S)  # for those that do not know yet that all do
 
     async def _dial(self, host: int, port: int) -> Outcome:
