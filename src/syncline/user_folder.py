@@ -8,7 +8,9 @@ folder or file that another user owns, or may read, is refused.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import os
+import socket
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -49,6 +51,30 @@ def opened(path: Path, *, place: int | None = None, is_folder: bool = False, rem
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def served_paths(folder: int, pattern: str) -> list[Path]:
+    """Return where datagrams are taken under names of an open folder that match; what the dead left is removed.
+
+    The paths are short wherever the folder is, as those of sockets must be, and last as long as it is open.
+    """
+    names = sorted(fnmatch.filter(os.listdir(folder), pattern))
+    return [path for path in (path_in(folder, name) for name in names) if _is_served(path)]
+
+
+def path_in(folder: int, name: str) -> Path:
+    """Return such a path."""
+    return Path(f"/proc/self/fd/{folder}/{name}")
+
+
+def _is_served(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)
+            return False
+    return True
 
 
 def _is_own(status: os.stat_result) -> bool:

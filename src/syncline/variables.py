@@ -100,7 +100,11 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
         "authenticate_frames",
         "on, off: a keyed code on each frame (default: on several machines)",
     ),
-    _of_init("SYNCLINE_INTERFACE", "interface", "address, or name of the interface, that other ranks reach"),
+    _of_init(
+        "SYNCLINE_INTERFACE",
+        "interface",
+        "address, or interface's name, that others reach; none: its host's ranks lend",
+    ),
     _of_init(
         "SYNCLINE_PORTS",
         "ports",

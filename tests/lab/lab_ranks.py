@@ -10,18 +10,25 @@ from rank_scripts import forked_python, script_environment
 DEADLINE_S = 120.0
 
 
-def start(lab, program, *arguments, of_hosts=None):
-    """Start a program of this folder for each rank, on its host; ``of_hosts`` are further variables of some hosts."""
+def start(lab, program, *arguments, of_hosts=None, of_ranks=None, within=None, **popen):
+    """Start a program of this folder for each rank, on its host.
+
+    ``of_hosts`` and ``of_ranks`` are further variables of some; ``within``: the namespaces of ranks that are in others.
+    """
     argv = [forked_python(), str(Path(__file__).with_name(program)), *arguments]
     common = {"PYTHONPATH": script_environment()["PYTHONPATH"], "WORLD_SIZE": str(lab.topology.num_ranks)}
     return [
         lab.spawn(
             host.name,
-            argv,
-            env=common | (of_hosts or {}).get(host.name, {}) | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            ["ip", "netns", "exec", within[rank], *argv] if rank in (within or {}) else argv,
+            env=common
+            | (of_hosts or {}).get(host.name, {})
+            | (of_ranks or {}).get(rank, {})
+            | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            **popen,
         )
         for host in lab.plan.hosts
         for rank in lab.topology.ranks_of(host.name)
@@ -51,8 +58,22 @@ def carried_between(lab, ranks):
     tell(ranks)
     hear(ranks, "done")
     carried = {link: count - before[link] for link, count in lab.link_bytes().items()}
-    tell(ranks)
-    for rank in ranks:
-        rank.communicate(timeout=DEADLINE_S)  # closes its pipes too
-    assert [rank.returncode for rank in ranks] == [0] * len(ranks)
+    end(ranks)
     return carried
+
+
+def trained(ranks):
+    """Let the ranks train; return what they then say of their parameters, all the same."""
+    hear(ranks, "ready")
+    tell(ranks)
+    hear(ranks, "done")
+    (said,) = set(end(ranks))
+    return said
+
+
+def end(ranks):
+    """Let the ranks end, which are done; return what each says at last."""
+    tell(ranks)
+    said = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]  # closes its pipes too
+    assert [rank.returncode for rank in ranks] == [0] * len(ranks)
+    return said

@@ -17,6 +17,7 @@ NUM_BYTES = 4 * SIDE * SIDE * NUM_LAYERS
 
 def main() -> None:
     with syncline.init(insecure=True, timeout_s=60) as fleet:
+        torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(SIDE, SIDE, bias=False) for _ in range(NUM_LAYERS)))
         model, optimizer = syncline.distribute(model, torch.optim.Adam(model.parameters()), syncline.Sharded())
         train_when_told(fleet, model, optimizer, int(sys.argv[1]))

@@ -75,9 +75,18 @@ def test_a_name_of_another_machine_leads_to_the_address_of_the_fabric() -> None:
         assert sock.getsockname()[0] == "127.0.0.1"
 
 
-def test_a_loopback_name_does_not_hide_rank_0_from_the_others() -> None:
-    with pytest.raises(RendezvousError, match=f"rank 0 cannot serve the store at .*{ELSEWHERE}"):
-        _listen("127.0.0.1", 0, FabricOptions(secret=b"s" * 32), address=ELSEWHERE)
+@pytest.mark.parametrize(("rank", "says"), [(0, "rank 0 cannot serve the store"), (1, "The store")])
+def test_a_loopback_name_does_not_hide_rank_0_from_the_others(port: int, rank: int, says: str) -> None:
+    """Where the master's name means that on its own host, those of the host go to the address that others reach."""
+    told = environment(rank, port, connect_s=0.5)
+    with pytest.raises(RendezvousError, match=f"{says} at MASTER_ADDR:MASTER_PORT {ELSEWHERE}"):
+        open_store(replace(told, fabric=replace(told.fabric, address=ELSEWHERE, secret=b"s" * 32)))
+
+
+def test_rank_0_without_a_network_serves_the_store_at_the_shared_port_alone(port: int) -> None:
+    told = environment(0, port, ports=(29600, 29600), network="port-0.lends-0.")
+    with pytest.raises(ConfigurationError, match=r"set MASTER_PORT=29600, or give rank 0 to a process that has"):
+        open_store(told)
 
 
 def test_without_a_secret_the_store_is_not_shown_to_other_machines() -> None:

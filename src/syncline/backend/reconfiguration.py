@@ -256,7 +256,7 @@ class WorldGrowth:
         served, port = serve_store(self._options) if control.rank == 0 else (None, 0)
         told = control.all_gather([self._options.address, port, secrets.token_hex(TOKEN_BYTES)], "where the store is")
         host, port, token = told[0]
-        return served or dial_store(host, port, timeout_s=self._options.connect_s), token
+        return served or dial_store(host, port, self._options), token
 
     def _describe(self, told: Sequence[tuple[int, bool]]) -> Reconfiguration:
         """Say who is here; each has told its steps, and whether this is its first group."""

@@ -47,6 +47,8 @@ class FabricOptions:
     advertised: tuple[str, int] | None = None
     """Where others reach this rank, if not where it listens: an address, and a port, or 0 for that on which it does.
     ``NOWHERE``: only ranks of its own host reach it, and it connects to all others (:mod:`syncline.fabric.reach`)."""
+    network: str | None = None
+    """By which name other ranks of this rank's host lend it their network; None: it has its own."""
 
     heartbeat_s: Positive = 1.0
     suspect_s: Positive = 3.0

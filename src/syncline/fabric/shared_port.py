@@ -17,12 +17,14 @@ import contextlib
 import errno
 import hashlib
 import os
+import secrets
 import selectors
 import socket
 import struct
 import threading
 import time
-from itertools import count
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,10 @@ from syncline.errors import ConfigurationError
 from syncline.fabric.compiled import check_compiled
 from syncline.fabric.dialling import ADDRESSED_BYTES, addressee
 from syncline.fabric.forks import close_in_children
+from syncline.fabric.lending import Lender, open_meeting_place, prefix_of_lent
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.sockets import listen_at, open_listening_socket
-from syncline.user_folder import opened, user_folder
-from syncline.variables import process_variables
+from syncline.user_folder import path_in, served_paths
 
 STORE = "store"
 """What connections are for that do not begin as ours do."""
@@ -45,13 +47,11 @@ _LEAST_BYTES = 5
 _LOOK_S = 10.0
 """For how long a connection may say nothing, or its process have no room for it."""
 _RETRY_S = 0.01
-_CONNECT_S = 1.0
+CONNECT_S = 1.0
 _LAST_MS = 10**14
 """Beyond any time, so that of several stores the newest comes first."""
 LOOPBACK = "127.0.0.1"
 _MOST_UNKNOWN = 512
-_numbers = count()
-_REMEDY = ": the ranks of a host that share one port meet there"
 
 
 def name_of(job: bytes, epoch: int, rank: int) -> str:
@@ -73,6 +73,23 @@ def open_listener(address: str, options: FabricOptions, *, port: int = 0) -> soc
     if (shared := options.shared_port) is not None and port in (0, shared):
         return SharedListener(address, shared, options)
     return open_listening_socket(address, options, port=port)
+
+
+@contextlib.contextmanager
+def lending(options: FabricOptions, host: str) -> Iterator[None]:
+    """Lend this process's network to ranks of ``host`` that have none (:mod:`syncline.fabric.lending`).
+
+    It begins here, before ranks meet, where they share one port; and ends with what listens there then.
+    """
+    if options.shared_port is None or options.network:
+        yield
+        return
+    port = _SharedPort.join(options.address or LOOPBACK, options.shared_port, options)
+    try:
+        port.lend(host, options)
+        yield
+    finally:
+        port.leave()
 
 
 class SharedListener:
@@ -97,7 +114,7 @@ class SharedListener:
                 f"{format_endpoint(*self.getsockname())} is shared by another job's {name}; give this job another port "
                 "(SYNCLINE_PORTS, and MASTER_PORT)"
             )
-        path = self._port.path_of(f"{name}.{order:014d}.{os.getpid()}.{next(_numbers)}")
+        path = self._port.path_of(f"{name}.{order:014d}.{secrets.token_hex(8)}")
         if self._path:
             self._path.rename(path)
         else:
@@ -137,26 +154,19 @@ class SharedListener:
         self._port.leave()
 
 
-class SharedStore:
-    """The store's part in a port that the ranks of its host share: what comes for it is carried to where it listens.
+class StoreSplices:
+    """A store's connections that pass through this process, as torch's store takes and makes none but its own.
 
-    That is within this machine. Compiled code carries; the thread here only opens and closes.
+    What ``listener`` accepts is carried to where ``dial`` connects (or raises OSError), and back.
+
+    Compiled code carries; the thread here only opens and closes.
     """
 
-    def __init__(self, address: str, port: int, options: FabricOptions, *, is_alone: bool = True) -> None:
-        """``is_alone``: refuse where there is another store; else whoever comes now is for this one."""
+    def __init__(self, listener: SharedListener | socket.socket, dial: Callable[[], socket.socket]) -> None:
         check_compiled()
         from syncline.fabric._native import Splices  # only where it can be imported
 
-        options.check_exposure(address)
-        self._listener = SharedListener(address, port, options)
-        try:
-            self._listener.serve(STORE, order=_LAST_MS - int(1000 * time.time()), is_alone=is_alone)
-            self.listening = listen_at("::1" if ":" in address else LOOPBACK, options, 0)
-        except BaseException:
-            self._listener.close()
-            raise
-        self._store = self.listening.getsockname()[:2]
+        self._listener, self._dial = listener, dial
         self._splices = Splices()
         self._joined: dict[int, tuple[socket.socket, socket.socket]] = {}
         self._wake, self._woken = map(close_in_children, socket.socketpair())
@@ -197,13 +207,38 @@ class SharedStore:
         except OSError:  # it has gone again
             return
         try:
-            store = socket.create_connection(self._store, timeout=_CONNECT_S)
+            there = self._dial()
         except OSError:
             sock.close()
             return
-        for each in (sock, store):
+        for each in (sock, there):
             close_in_children(each).setblocking(False)
-        self._joined[self._splices.add(sock.fileno(), store.fileno())] = (sock, store)
+        self._joined[self._splices.add(sock.fileno(), there.fileno())] = (sock, there)
+
+
+class SharedStore:
+    """The store's part in a port that the ranks of its host share: what comes for it is carried to where it listens.
+
+    That is within this machine, and ``listening`` there is the store's to take.
+    """
+
+    def __init__(self, address: str, port: int, options: FabricOptions, *, is_alone: bool = True) -> None:
+        """``is_alone``: refuse where there is another store; else whoever comes now is for this one."""
+        options.check_exposure(address)
+        listener = SharedListener(address, port, options)
+        try:
+            listener.serve(STORE, order=_LAST_MS - int(1000 * time.time()), is_alone=is_alone)
+            own = replace(options, network=None)
+            self.listening = listen_at("::1" if ":" in address else LOOPBACK, own, 0)
+        except BaseException:
+            listener.close()
+            raise
+        store = self.listening.getsockname()[:2]
+        self._splices = StoreSplices(listener, lambda: socket.create_connection(store, timeout=CONNECT_S))
+
+    def close(self) -> None:
+        """Carry nothing any more."""
+        self._splices.close()
 
 
 class _SharedPort:
@@ -215,14 +250,14 @@ class _SharedPort:
     def __init__(self, address: str, number: int, options: FabricOptions) -> None:
         self.address, self.number = address, number
         self._num_listeners = 0
-        with opened(user_folder(process_variables()), is_folder=True, remedy=_REMEDY) as folder:
-            self._folder = os.dup(folder)
+        self._folder = open_meeting_place()
         try:
             self._socket = listen_at(address, options, number, is_shared=True)
         except BaseException:
             os.close(self._folder)
             raise
-        self._prefix = prefix_of(address, number)
+        self._prefix = prefix_of_lent(options.network) if options.network else prefix_of(address, number)
+        self._lenders: dict[str, Lender] = {}
         self.living("")  # removes what those left that were killed
         self._looks: dict[socket.socket, float] = {}
         """Connections whose first bytes, or whose process's room, are waited for; until when."""
@@ -255,20 +290,27 @@ class _SharedPort:
             del self._of_process[self.address, self.number]
             self._wake.send(b".")
             self._thread.join()
+            for lender in self._lenders.values():
+                lender.close()
             for sock in (self._socket, *self._looks, self._wake, self._woken, self._sender):
                 sock.close()
             self._selector.close()
             os.close(self._folder)
 
     def path_of(self, name: str) -> Path:
-        """Return the path at which a name is served: in the user's folder, and short wherever that is."""
-        return Path(f"/proc/self/fd/{self._folder}/{self._prefix}{name}")
+        """Return the path at which a name is served, in the user's folder."""
+        return path_in(self._folder, f"{self._prefix}{name}")
 
     def living(self, name: str) -> list[Path]:
         """Return the paths at which names that begin so are served; where the process is gone they are removed."""
-        whole = self.path_of(name)
-        paths = sorted(path for path in whole.parent.iterdir() if path.name.startswith(whole.name))
-        return [path for path in paths if _is_served(path)]
+        return served_paths(self._folder, f"{self._prefix}{name}*")
+
+    def lend(self, host: str, options: FabricOptions) -> None:
+        """Lend this process's network to ranks of ``host`` that have none."""
+        with self._lock:
+            if host not in self._lenders:
+                self._lenders[host] = Lender(self._folder, self._prefix, host, self.address, options)
+                self._selector.register(self._lenders[host], selectors.EVENT_READ)
 
     # --- on the thread ---
 
@@ -280,6 +322,8 @@ class _SharedPort:
                 return
             if self._socket in found:
                 self._accept()
+            for lender in [each for each in self._lenders.values() if each in found]:
+                lender.answer()
             retries, self._retries = self._retries, []
             for sock in (*found, *retries):
                 if sock in self._looks:
@@ -346,16 +390,6 @@ class _SharedPort:
         with contextlib.suppress(KeyError):
             self._selector.unregister(sock)
         sock.close()
-
-
-def _is_served(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            path.unlink(missing_ok=True)
-            return False
-    return True
 
 
 def _name_in(message: bytes) -> str | None:

@@ -15,6 +15,7 @@ import psutil
 from syncline.endpoints import format_endpoint, without_brackets
 from syncline.errors import ConfigurationError
 from syncline.fabric.forks import close_in_children
+from syncline.fabric.lending import borrow, new_socket
 from syncline.fabric.options import NOWHERE, FabricOptions
 
 BACKLOG = 1024
@@ -103,9 +104,10 @@ def listen_in_range(
 
 def listen_at(address: str, options: FabricOptions, port: int, *, is_shared: bool = False) -> socket.socket:
     """Listen at ``port`` (0: a free one); ``is_shared``: beside other processes of this user that share it too."""
-    sock = _open(address, options)
-    _check_congestion(sock, options)
+    sock: socket.socket | None = None
     try:
+        sock = open_socket(address, options)
+        _check_congestion(sock, options)
         if port:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the next start need not wait for the last one
         if is_shared:
@@ -113,7 +115,8 @@ def listen_at(address: str, options: FabricOptions, port: int, *, is_shared: boo
         sock.bind((address, port))
         sock.listen(BACKLOG)
     except OSError as error:
-        sock.close()
+        if sock is not None:
+            sock.close()
         where = format_endpoint(address, port) if port else address
         raise ConfigurationError(
             f"cannot listen on {where}: {error.strerror}; give an address or interface of this machine"
@@ -148,7 +151,7 @@ def _check_congestion(sock: socket.socket, options: FabricOptions) -> None:
 
 def open_dialling_socket(address: str, options: FabricOptions) -> socket.socket:
     """Return a socket that leaves from ``address``."""
-    sock = _open(address, options)
+    sock = open_socket(address, options)
     try:
         sock.bind((address, 0))
     except OSError:
@@ -157,9 +160,10 @@ def open_dialling_socket(address: str, options: FabricOptions) -> socket.socket:
     return sock
 
 
-def _open(address: str, options: FabricOptions) -> socket.socket:
+def open_socket(address: str, options: FabricOptions) -> socket.socket:
+    """Return a socket for ``address``, of this rank's network; OSError if nobody lends it that any more."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    sock = close_in_children(socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC))
+    sock = close_in_children(borrow(family, options) if options.network else new_socket(family))
     # Buffer sizes count only if they are set before the connection is made.
     if options.buffer_bytes is not None:
         for name in (socket.SO_SNDBUF, socket.SO_RCVBUF):

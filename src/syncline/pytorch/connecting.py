@@ -15,6 +15,8 @@ from syncline import discovery
 from syncline.endpoints import own_address
 from syncline.errors import ConfigurationError, RendezvousError, SynclineError, TopologyError
 from syncline.fabric import FabricOptions, Rendezvous, Store, connect_tcp
+from syncline.fabric.lending import NO_NETWORK, find_network
+from syncline.fabric.shared_port import lending
 from syncline.fabric.sockets import resolve_address
 from syncline.last_words import leave_at_exit
 from syncline.observe import Trace, tell_if_long
@@ -35,12 +37,11 @@ def with_address(environment: Environment) -> Environment:
 
     Where nobody gave a secret, and other users of this machine alone could reach this rank, it is this user's own.
     """
-    address = environment.interface
-    if address is None and environment.world_size > 1:
-        address = own_address(environment.master_address)
-    elif address is None and environment.join:
-        address = own_address(environment.join[0][0])
-    options = replace(environment.fabric, address=resolve_address(address))
+    if environment.interface == NO_NETWORK:
+        with tell_if_long(f"waiting for a rank of host {environment.host} that lends this one its network"):
+            options = find_network(environment.host, environment.fabric)
+    else:
+        options = replace(environment.fabric, address=resolve_address(_own_address(environment)))
     # a job of one rank has nobody to meet, and needs a secret only when it listens for newcomers
     if environment.world_size > 1 or environment.join or options.authenticate_frames:
         options = with_secret(options)
@@ -50,6 +51,15 @@ def with_address(environment: Environment) -> Environment:
         tell_once(error, rank=environment.rank)
         raise
     return replace(environment, fabric=options)
+
+
+def _own_address(environment: Environment) -> str | None:
+    """Return the address or interface that this rank was given, or from which it reaches the others."""
+    if environment.interface is None and environment.world_size > 1:
+        return own_address(environment.master_address)
+    if environment.interface is None and environment.join:
+        return own_address(environment.join[0][0])
+    return environment.interface
 
 
 def with_secret(options: FabricOptions) -> FabricOptions:
@@ -72,6 +82,11 @@ def is_exposed(options: FabricOptions) -> bool:
 
 def connect(environment: Environment, open_store: Callable[[Environment], Store]) -> Communicator:
     """Meet, start the loop and connect; the store is dropped as soon as all ranks are connected to each other."""
+    with lending(environment.fabric, environment.host):
+        return _connect(environment, open_store)
+
+
+def _connect(environment: Environment, open_store: Callable[[Environment], Store]) -> Communicator:
     leave_at_exit()
     options = environment.fabric
     chosen = _load_topology(environment)

@@ -57,7 +57,7 @@ class BackendOptions:
     authenticate_frames: bool | None = None
     """Let every frame carry a code keyed by the secret; where ranks are on several machines, if nobody says."""
     interface: str | None = None
-    """The address, or the interface's name, that the other ranks reach."""
+    """The address, or the interface's name, that the other ranks reach; "none" has ranks of its host lend theirs."""
     ports: str | None = None
     """On which ports this rank may listen, as ``"29600-29631"``; any, if nobody says."""
     advertise: str | None = None

@@ -67,7 +67,8 @@ def init(
     ``authenticate_frames`` (``SYNCLINE_AUTHENTICATE_FRAMES``; default: where ranks with a secret are on several
     machines), alike on all ranks: every frame carries a code keyed by the secret, so that nobody on the way can change,
     repeat or leave out what is sent. ``interface`` (``SYNCLINE_INTERFACE``): the address, or the interface's name, that
-    the other ranks reach. ``ports`` (``SYNCLINE_PORTS``), as ``"29600-29631"``: on which of them this rank listens,
+    the other ranks reach; ``"none"`` where this process has no network, and ranks of its host lend it theirs.
+    ``ports`` (``SYNCLINE_PORTS``), as ``"29600-29631"``: on which of them this rank listens,
     for the job, for its process groups and for newcomers, and rank 0 for the store too, where no ``MASTER_PORT`` is set
     (default: any); one alone, ``"29600"``, all ranks of a host share. ``advertise`` (``SYNCLINE_ADVERTISE``), as
     ``"address"`` or ``"address:port"``: where other ranks reach this one, if not where it listens, as behind a router

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import timedelta
 from weakref import finalize
 
@@ -22,11 +23,11 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from syncline.endpoints import format_endpoint
-from syncline.errors import RendezvousError
+from syncline.errors import ConfigurationError, RendezvousError
 from syncline.fabric import FabricOptions
 from syncline.fabric.rendezvous import FIRST_LINE_S, LINE_S
-from syncline.fabric.shared_port import SharedStore
-from syncline.fabric.sockets import listen_in_range
+from syncline.fabric.shared_port import CONNECT_S, SharedStore, StoreSplices
+from syncline.fabric.sockets import listen_at, listen_in_range, open_socket
 from syncline.pytorch.environment import Environment
 from syncline.updates.private_torch import default_store
 
@@ -92,11 +93,18 @@ def open_store(environment: Environment) -> TorchStore | LocalStore:
     assert environment.master_port is not None, "checked when the environment was read"
     host, port, options = environment.master_address, environment.master_port, environment.fabric
     line_s = FIRST_LINE_S if environment.rank <= 1 else LINE_S  # one of many that wait says so first
-    if environment.rank != 0 or environment.uses_agent_store:
-        return TorchStore(_open_in_time(host, port, None, timeout_s=options.connect_s, line_s=line_s))
     assert options.address is not None, "resolved before ranks meet"
+    if not environment.uses_agent_store:
+        host = _beyond_loopback(host, port, options.address)
+    if environment.rank != 0 or environment.uses_agent_store:
+        return TorchStore(dial_store(host, port, options, line_s=line_s))
     if port == options.shared_port:
         return TorchStore(_serve_shared(options.address, port, options, line_s=line_s))
+    if options.network:
+        raise ConfigurationError(
+            f"rank 0, without a network, can serve its store at the shared port alone: set MASTER_PORT="
+            f"{options.shared_port}, or give rank 0 to a process that has a network"
+        )
     listening = _listen(host, port, options, address=options.address)
     host = listening.getsockname()[0]  # it dials itself where it listens, whatever the name means elsewhere
     return TorchStore(_open_in_time(host, port, listening, timeout_s=options.connect_s, line_s=line_s))
@@ -132,16 +140,52 @@ def _serve_shared(
     return store
 
 
-def dial_store(host: str, port: int, *, timeout_s: float) -> Store:
-    """Open the store that another rank serves; :class:`RendezvousError` at the latest after ``timeout_s``."""
-    return _open_in_time(host, port, None, timeout_s=timeout_s)
+def dial_store(host: str, port: int, options: FabricOptions, *, line_s: float = FIRST_LINE_S) -> Store:
+    """Open the store that another rank serves; :class:`RendezvousError` at the latest after ``connect_s``.
+
+    Torch's store dials by itself; for a rank without a network it is led there from its own loopback.
+    """
+    if not options.network:
+        return _open_in_time(host, port, None, timeout_s=options.connect_s, line_s=line_s)
+    listening = listen_at(LOOPBACK, replace(options, network=None), 0)
+    splices = StoreSplices(listening, lambda: _connect_lent(host, port, options))
+    try:
+        own, own_port = listening.getsockname()
+        store = _open_in_time(own, own_port, None, timeout_s=options.connect_s, line_s=line_s, meant=(host, port))
+    except BaseException:
+        splices.close()
+        raise
+    finalize(store, splices.close)
+    return store
+
+
+def _connect_lent(host: str, port: int, options: FabricOptions) -> socket.socket:
+    address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
+    sock = open_socket(str(address[0]), options)
+    try:
+        sock.settimeout(CONNECT_S)
+        sock.connect(address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _beyond_loopback(host: str, port: int, address: str) -> str:
+    """Return where the store is: at ``address``, that of this rank, where ``host`` means loopback and other hosts come.
+
+    A host's own name often means loopback on the host itself, and there alone.
+    """
+    with contextlib.suppress(OSError):  # who dials says what is wrong with the name
+        named = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+        if ipaddress.ip_address(named).is_loopback and not ipaddress.ip_address(address).is_loopback:
+            return address
+    return host
 
 
 def _listen(host: str, port: int, options: FabricOptions, *, address: str) -> socket.socket:
-    """Listen where MASTER_ADDR leads, if that is this machine; else, behind a service's address, on ``address``."""
+    """Listen where ``host`` leads, if that is this machine; else, behind a service's address, on ``address``."""
     named = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-    if ipaddress.ip_address(named).is_loopback and not ipaddress.ip_address(address).is_loopback:
-        named = address  # a host's own name often means loopback on the host itself, and there alone
     try:
         return _listen_on(named, port, options)
     except OSError as error:
@@ -174,9 +218,19 @@ def _cannot_listen(address: str, port: int, error: OSError) -> RendezvousError:
 
 
 def _open_in_time(
-    host: str, port: int, listening: socket.socket | None, *, timeout_s: float, line_s: float = FIRST_LINE_S
+    host: str,
+    port: int,
+    listening: socket.socket | None,
+    *,
+    timeout_s: float,
+    line_s: float = FIRST_LINE_S,
+    meant: tuple[str, int] | None = None,
 ) -> Store:
-    """Open a TCPStore, and serve it if ``listening``, within ``timeout_s``; after ``line_s`` say what is waited for."""
+    """Open a TCPStore, and serve it if ``listening``, within ``timeout_s``; after ``line_s`` say what is waited for.
+
+    ``meant``: where the store is, if what is dialled only leads there.
+    """
+    where = format_endpoint(*(meant or (host, port)))
     opened: Future[Store] = Future()
 
     def open_it() -> None:
@@ -194,7 +248,7 @@ def _open_in_time(
             _log.warning(
                 "waited %.0f s for the store of rank 0 at %s; check that rank 0 runs, and that this host reaches it",
                 line_s,
-                format_endpoint(host, port),
+                where,
             )
             line_s += LINE_S
         return opened.result(max(0.0, deadline_s - time.monotonic()))
@@ -202,13 +256,13 @@ def _open_in_time(
         reason = f"nothing that accepts connections there speaks as a store within {timeout_s:g} s"
     except RuntimeError as error:  # DistNetworkError, DistStoreError
         reason = str(error).splitlines()[0]
-    if time.monotonic() >= deadline_s and _accepts(host, port):
+    if time.monotonic() >= deadline_s and not meant and _accepts(host, port):
         reason = (
             f"something accepts connections there, but did not answer as a store within {timeout_s:g} s: another "
             "program holds the port, or rank 0's process is stopped"
         )
     raise RendezvousError(
-        f"The store at MASTER_ADDR:MASTER_PORT {format_endpoint(host, port)} cannot be opened: {reason}; check that "
+        f"The store at MASTER_ADDR:MASTER_PORT {where} cannot be opened: {reason}; check that "
         "rank 0 runs, that the port is free there, and that this host reaches it"
     )
 
