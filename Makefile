@@ -10,7 +10,7 @@ READY := $(VENV)/.ready-tests
 # Without compiled bytecode, every rank that is started would compile our modules for itself, which takes half a second.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo ray test test-pythons simulate mutants soak torch-suite fuzz sanitize lint docs wheels bench bench-check clean
+.PHONY: demo ray test test-pythons test-gpu simulate mutants soak torch-suite fuzz sanitize lint docs wheels bench bench-check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -81,6 +81,9 @@ soak: $(READY) ## train and break things at random for MINUTES=10 from SEED=0, a
 
 torch-suite: $(READY) ## run PyTorch's own tests of torch.distributed on our backend (ARGS="all_gather" picks by name)
 	$(BIN)/python tests/backend/torch_suite.py $(ARGS)
+
+test-gpu: $(READY) ## check tensors on a GPU, on a stand-in where there is none, and print a table (ARGS="--need-gpu")
+	$(BIN)/python tests/gpu/gpu_checks.py $(ARGS)
 
 fuzz: $(READY) ## fuzz targets of the compiled part, under g++'s address and undefined-behaviour sanitizers
 	$(BIN)/python tests/fabric/fuzz_native.py $(ARGS)

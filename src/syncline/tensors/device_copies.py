@@ -183,14 +183,14 @@ class CudaCopier:
         return self._streams[key]
 
 
-_CUDA = CudaCopier()
+_GPU_COPIER = CudaCopier()
 
 
 def find_copier(device: torch.device) -> HostCopier | None:
     """Return what copies between ``device`` and the host; None for the host itself."""
     if device.type == "cpu":
         return None
-    return _CUDA if device.type == "cuda" else PlainCopier()
+    return _GPU_COPIER if device.type == "cuda" else PlainCopier()
 
 
 class HostCopy:
