@@ -49,6 +49,9 @@ class ThreadDevice:
             self._threads.append(threading.Thread(target=self._copy_all, args=(direction,), daemon=True))
             self._threads[-1].start()
 
+    def hold(self, direction: CopyKind) -> None:
+        self._gates[direction].clear()
+
     def let_go(self, direction: CopyKind) -> None:
         self._gates[direction].set()
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 HERE = Path(__file__).parent
@@ -69,7 +70,8 @@ def run_ranks(num_ranks: int) -> tuple[list[Outcome], str]:
     with tempfile.TemporaryDirectory(prefix="syncline-gpu-") as folder:
         ended = run_script(HERE / "rank_checks.py", num_ranks, folder)
         files = [Path(folder) / f"rank-{rank}.jsonl" for rank in range(num_ranks)]
-        results = [[json.loads(line) for line in file.open()] if file.exists() else [] for file in files]
+        lines = [file.read_text().splitlines() if file.exists() else [] for file in files]
+    results = [[json.loads(line) for line in of_rank] for of_rank in lines]
     outcomes = merged(results)
     said = "\n".join(f"rank {rank}: {text}" for rank, (_, text) in enumerate(ended) if text)
     broken = [str(rank) for rank, (status, _) in enumerate(ended) if status]
@@ -89,7 +91,7 @@ def table_of(outcomes: Sequence[Outcome]) -> Table:
     for one in sorted(outcomes, key=lambda one: (order[one.check], one.num_ranks)):
         seconds = f"{one.seconds:.1f}" if one.state != "not run" else ""
         state = f"[{COLOURS[one.state]}]{one.state}[/]"
-        table.add_row(one.check, str(one.num_ranks), one.device, state, seconds, one.note.replace("[", "\\["))
+        table.add_row(escape(one.check), str(one.num_ranks), one.device, state, seconds, escape(one.note))
     return table
 
 

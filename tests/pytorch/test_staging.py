@@ -16,6 +16,7 @@ from oracle_models import CASES, copies, loss_of, train_alone
 from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
+from syncline.tensors.device_copies import CopyKind
 from syncline.updates import AllReduce, Clustered, Sharded, UpdateRule
 from syncline.updates import bucket as bucket_module
 from thread_device import ThreadDevice
@@ -95,3 +96,31 @@ def test_a_checkpoint_holds_what_the_model_has_and_comes_back_there(tmp_path: An
             torch.testing.assert_close(value, after[name], rtol=0, atol=0, msg=name)
 
     run_fleets(2, body)
+
+
+def test_backward_waits_for_no_copy_and_nothing_is_sent_before_its_own(device: ThreadDevice, run_fleets: Any) -> None:
+    """Copies to the host are held until both ranks have come back from backward(): what was sent by then were NaN."""
+    case = CASES["perceptron"]
+    models = copies(case.make(), 2)
+    (inputs, targets), *_ = case.batches(1, sum(PARTS))
+
+    def body(fleet: Fleet) -> None:
+        model, optimizer = distribute(
+            models[fleet.rank], adam(models[fleet.rank]), RULES["sharded"], samples="batch", fleet=fleet
+        )
+        fleet.barrier()
+        num_copied = device.num_copied[CopyKind.TO_HOST]
+        device.hold(CopyKind.TO_HOST)
+        fleet.barrier()
+        loss_of(model, inputs.split(PARTS)[fleet.rank], targets.split(PARTS)[fleet.rank]).backward()
+        fleet.barrier()
+        assert device.num_copied[CopyKind.TO_HOST] == num_copied
+        fleet.barrier()
+        device.let_go(CopyKind.TO_HOST)
+        optimizer.step()
+        optimizer.synchronize()
+
+    run_fleets(2, body)
+    for first, second in zip(*(model.parameters() for model in models), strict=True):
+        assert first.isfinite().all()
+        assert torch.equal(first, second)
