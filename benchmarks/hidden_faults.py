@@ -1,24 +1,25 @@
-"""How often the lookout names the rank at fault first, and how often it accuses one of a healthy job.
+"""How often the lookout names the rank or link at fault first, with its reason, and how often it accuses wrongly.
 
-    python benchmarks/hidden_faults.py --trials 20 --seed 1 [--group] > faults.jsonl
+    sudo python benchmarks/hidden_faults.py --trials 100 --seed 1 --to faults.jsonl
+    sudo python benchmarks/hidden_faults.py --healthy --trials 100 --seed 1 --to healthy.jsonl
 
-One job of ranks on this machine runs all the time. Each trial draws a fault and a rank: slow computing, a slow loader,
-a stopped process, or nothing at all; as root also a slow processor, a slow disk in a checkpoint (both by cgroups), and
-memory on a disk (a file that is mapped, while a cgroup leaves no memory for it). The fault begins when the job has been
-well for some seconds, and ends when a line names some rank, or after ``--patience`` seconds. A line is right if it
-names that rank; of nothing, if there is none. ``--group``: with process groups in place of ``distribute``.
+Each row of ``--to`` is a trial; those that are there with the same seed and options are not made again. A job of four
+ranks, whose kind is drawn (``--where``, ``--job``: on loopback or in the lab, ``distribute`` with a rule or DDP on a
+process group), lives through ``--per-job`` trials. Each draws a fault of ``hidden_faults_kinds.py``, and a rank or a
+link. The fault begins when nobody was named for some seconds, and ends when a line names somebody, or after
+``--patience`` seconds. The line is right if it names that rank or link; of nothing, if there is none. ``--healthy``:
+each trial is a job of its own that has no fault for ``--seconds``, and is right if nobody is named. ``others`` is how
+many processors were used by what is not of the job.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import queue
 import random
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,17 +27,35 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-FLAGS = ("computing", "loader", "memory")
-"""Faults that the ranks have by themselves, while there is a file of that name with their number."""
-AS_ROOT = ("processor", "disk", "memory")
-FAULTS = (*dict.fromkeys((*FLAGS, *AS_ROOT)), "stopped", "nothing")
-QUOTA_US, PERIOD_US = 5_000, 100_000
-SAVED_BYTES, SAVED_EVERY, DISK_BYTES_PER_S = 1 << 17, 4, 200_000
-MAPPED_BYTES, MEMORY_BYTES, TOUCHED_PAGES = 1 << 28, 1 << 26, 400
-CGROUPS = Path("/sys/fs/cgroup")
+from hidden_faults_kinds import MAPPED_BYTES, REASONS, Target, broken, possible_faults
+
+from syncline.cli.launcher.scratch import shared_secret
+from syncline.lab import Lab
+from syncline.topology import DirectedLink, Topology
+
+RANK = Path(__file__).with_name("hidden_faults_rank.py")
+NUM_RANKS = 4
+NETWORKS = {
+    "two racks of two": "{topology: two-two, switch: s, children: ["
+    "{switch: rack-a, uplink: UPLINK, children: [{host: 'h[0-1]', uplink: RATE}]}, "
+    "{switch: rack-b, uplink: UPLINK, children: [{host: 'h[2-3]', uplink: RATE}]}]}",
+    "a rack and two hosts": "{topology: two-one-one, switch: s, children: ["
+    "{switch: rack-a, uplink: UPLINK, children: [{host: 'h[0-1]', uplink: RATE}]}, "
+    "{host: 'h[2-3]', uplink: RATE}]}",
+    "a switch": "{topology: four, switch: s, children: [{host: 'h[0-3]', uplink: RATE}]}",
+}
+RATES = (("1 Gbit/s", "400 Mbit/s"), ("2 Gbit/s", "2 Gbit/s"), ("10 Gbit/s", "10 Gbit/s"))
+"""Of hosts, and of racks."""
+WORK = {"computes": (256, 256), "talks": (512, 64)}
+"""The model's width, and the batch. What talks has steps that are mostly messages; it is drawn where faults are not."""
+SYNCHRONOUS = ("AllReduce", "Sharded", "Sharded, overlap_forward")
+"""Rules under which a slow rank holds the others up in each step; the others hide it."""
 NAMED = re.compile(
     r"syncline: (?:no step was finished.*?: )?(the links? of .*?|rank \d+) .*?(?:holds? the|has told nothing|is behind)"
 )
@@ -44,140 +63,89 @@ NAMED = re.compile(
 WELL_S = 16.0
 """Of a healthy job between two trials: two windows of the lookout."""
 ENV = {"SYNCLINE_SILENCE": "120", "SYNCLINE_BEHIND": "8", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-def rank(folder: Path, *, is_group: bool) -> None:
-    """Train until the folder is gone; this is what each rank runs."""
-    import torch
-    import torch.distributed as dist
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What kind of job it is."""
 
-    import syncline
+    where: str
+    job: str
+    rule: str
+    network: str
+    rates: tuple[str, str]
+    work: str
 
-    model: torch.nn.Module = torch.nn.Sequential(*(torch.nn.Linear(384, 384) for _ in range(6)))
-    if is_group:
-        dist.init_process_group("syncline")
-        number = dist.get_rank()
-        model = torch.nn.parallel.DistributedDataParallel(model)
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    else:
-        number = syncline.init().rank
-        model, optimizer = syncline.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01), samples="batch")
-    print(f"pid {number} {os.getpid()}", flush=True)
-    step, draw = 0, random.Random(number)
-    saved = os.open(folder / f"saved-{number}", os.O_RDWR | os.O_CREAT)
-    save(saved)
-    mapped = memory(folder)
-    while (folder / "go").exists():
-        has = {name for name in FLAGS if (folder / f"{name}-{number}").exists()}
-        time.sleep(0.12 if "loader" in has else 0.002)
-        if step % SAVED_EVERY == 0:
-            save(saved)
-        if "memory" in has:
-            sum(mapped[draw.randrange(MAPPED_BYTES)] for _ in range(TOUCHED_PAGES))
-        else:
-            mapped.madvise(mmap.MADV_DONTNEED)
-        loss = model(torch.randn(64, 384))
-        for _ in range(3 if "computing" in has else 1):
-            slow = model(torch.randn(64, 384)) if "computing" in has else None
-            loss = loss if slow is None else loss + 0.0 * slow
-        loss.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        step += 1
-        if step % 20 == 0 and not is_group:
-            syncline.note(samples=1)
-    os._exit(0)
+    @classmethod
+    def draw(cls, draw: random.Random, options: argparse.Namespace) -> Kind:
+        """Draw what the options leave open."""
+        where, job = draw.choice(("lab", "loopback")), draw.choice(("distribute", "group"))
+        where, job = options.where or where, options.job or job
+        rule = draw.choice((*SYNCHRONOUS, "LocalSteps", "Overlapped") if options.healthy else SYNCHRONOUS)
+        network, rates, work = draw.choice(list(NETWORKS)), draw.choice(RATES), draw.choice(list(WORK))
+        is_in_lab = where == "lab"
+        return cls(
+            where=where,
+            job=job,
+            rule=rule if job == "distribute" else "DDP",
+            network=network if is_in_lab else "",
+            rates=rates if is_in_lab else ("", ""),
+            work=work if options.healthy else "computes",
+        )
 
+    @property
+    def topology(self) -> Topology:
+        """The network of the lab."""
+        of_hosts, of_racks = self.rates
+        return Topology.parse(NETWORKS[self.network].replace("UPLINK", of_racks).replace("RATE", of_hosts))
 
-def save(descriptor: int) -> None:
-    """Write a checkpoint in place, and to the disk: new blocks would be a matter of the file system's, and of all."""
-    os.pwrite(descriptor, os.urandom(SAVED_BYTES), 0)
-    os.fdatasync(descriptor)
-
-
-def memory(folder: Path) -> mmap.mmap:
-    """Return a file as memory, of which nothing is in memory yet."""
-    with (folder / "mapped").open("a+b") as file:
-        mapped = mmap.mmap(file.fileno(), MAPPED_BYTES, access=mmap.ACCESS_READ)
-    mapped.madvise(mmap.MADV_RANDOM)
-    return mapped
-
-
-def forget(folder: Path) -> None:
-    """Let nothing of the file that is mapped be in memory."""
-    with (folder / "mapped").open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-@contextmanager
-def limited(controller: str, pid: int, first: tuple[str, object], second: tuple[str, object]) -> Iterator[None]:
-    """Put a process into a cgroup with a limit within this context: a file and value of version 1, or of version 2."""
-    parent = CGROUPS / controller if (CGROUPS / controller).exists() else CGROUPS
-    name, value = second if parent == CGROUPS else first
-    group = parent / "syncline-hidden-fault"
-    group.mkdir(exist_ok=True)
-    (group / name).write_text(str(value))
-    (group / "cgroup.procs").write_text(str(pid))
-    yield
-    (parent / "cgroup.procs").write_text(str(pid))
-    group.rmdir()
-
-
-def limits(fault: str, pid: int, folder: Path) -> AbstractContextManager[None]:
-    """Return the limit that makes a process slow so."""
-    if fault == "processor":
-        return limited("cpu", pid, ("cpu.cfs_quota_us", QUOTA_US), ("cpu.max", f"{QUOTA_US} {PERIOD_US}"))
-    if fault == "disk":
-        number = folder.stat().st_dev
-        disk = f"{os.major(number)}:{os.minor(number)}"
-        first = "blkio.throttle.write_bps_device", f"{disk} {DISK_BYTES_PER_S}"
-        return limited("blkio", pid, first, ("io.max", f"{disk} wbps={DISK_BYTES_PER_S}"))
-    if fault == "memory":
-        return limited("memory", pid, ("memory.limit_in_bytes", MEMORY_BYTES), ("memory.high", MEMORY_BYTES))
-    return nullcontext()
-
-
-@contextmanager
-def broken(fault: str, number: int, pid: int, folder: Path) -> Iterator[None]:
-    """Let rank ``number`` have the fault within this context."""
-    if fault in (*FLAGS, *AS_ROOT):
-        forget(folder)
-        flag = folder / f"{fault}-{number}"
-        with limits(fault, pid, folder):
-            flag.touch()
-            yield
-            flag.unlink()
-    elif fault == "stopped":
-        os.kill(pid, signal.SIGSTOP)
-        yield
-        os.kill(pid, signal.SIGCONT)
-    else:
-        yield
+    def task(self, folder: Path) -> str:
+        """Return what the ranks are told."""
+        width, batch = WORK[self.work]
+        told = {"folder": str(folder), "job": self.job, "rule": self.rule, "width": width, "batch": batch}
+        return json.dumps(told)
 
 
 class Job:
     """The ranks, and what they write."""
 
-    def __init__(self, folder: Path, num_ranks: int, *, is_group: bool) -> None:
+    def __init__(self, kind: Kind, folder: Path, stack: ExitStack) -> None:
         (folder / "go").touch()
-        command = [sys.executable, "-m", "syncline.cli.main", "run", "--ranks", str(num_ranks), __file__]
-        command += ["--folder", str(folder), *(["--group"] if is_group else [])]
-        self.process = subprocess.Popen(
-            command, env=os.environ | ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        self.lab = stack.enter_context(Lab(kind.topology)) if kind.where == "lab" else None
+        command = [sys.executable, "-m", "syncline.cli.main", "run"]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        if self.lab is None:
+            command += ["--ranks", str(NUM_RANKS), str(RANK), kind.task(folder)]
+            self.processes = [subprocess.Popen(command, env=os.environ | ENV, **pipes)]
+        else:
+            env = ENV | stack.enter_context(shared_secret(os.environ))
+            command += [str(RANK), kind.task(folder)]
+            hosts = [host.name for host in self.lab.plan.hosts]
+            self.processes = [self.lab.spawn(host, command, env=env, **pipes) for host in hosts]
+        stack.callback(self._end, folder)
         self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        for process in self.processes:
+            threading.Thread(target=self._read, args=(process,), daemon=True).start()
         self.pids: dict[int, int] = {}
-        while len(self.pids) < num_ranks:
+        self.last_lines: list[str] = []
+        while len(self.pids) < NUM_RANKS:
             line = self._lines.get(timeout=300)
+            self.last_lines.append(line)
             if found := re.search(r"pid (\d+) (\d+)", line):
                 self.pids[int(found[1])] = int(found[2])
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
             self._lines.put(line.rstrip())
+
+    def _end(self, folder: Path) -> None:
+        (folder / "go").unlink()
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            process.wait(timeout=60)
 
     def named(self, seconds: float) -> str:
         """Return the first line within so many seconds that names someone, or nothing."""
@@ -187,53 +155,120 @@ class Job:
                 line = self._lines.get(timeout=left_s)
             except queue.Empty:
                 break
-            if self.process.poll() is not None:
-                raise SystemExit(f"the job has ended: {line}")
+            self.last_lines.append(line)
+            if any(process.poll() is not None for process in self.processes):
+                raise SystemExit("the job has ended:\n" + "\n".join(self.last_lines[-30:]))
             if NAMED.search(line):
                 return line
         return ""
 
+    def processor_s(self) -> float:
+        """Return the seconds of processors that the ranks have used."""
+        used = 0
+        for pid in self.pids.values():
+            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+            used += int(fields[11]) + int(fields[12])
+        return used / TICKS_PER_S
+
+
+@contextmanager
+def observed(job: Job, row: dict[str, Any]) -> Iterator[None]:
+    """Write down how long this took, the load, and how many processors were used by what is not of the job."""
+    began_s, own_s, all_s = time.monotonic(), job.processor_s(), machine_s()
+    yield
+    seconds = time.monotonic() - began_s
+    row["load"], row["seconds"] = round(os.getloadavg()[0], 1), round(seconds, 1)
+    row["others"] = round((machine_s() - all_s - job.processor_s() + own_s) / seconds, 2)
+
+
+def machine_s() -> float:
+    """Return the seconds that all processors of this machine have been busy."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / TICKS_PER_S
+
+
+def hide(job: Job, draw: random.Random, folder: Path, patience_s: float) -> dict[str, Any]:
+    """Make one trial; return what came of it."""
+    while job.named(WELL_S):  # what is left of the one before
+        pass
+    faults = possible_faults(is_in_lab=job.lab is not None)
+    links = [] if job.lab is None else [each.child for each in job.lab.plan.links]
+    if len(links) == NUM_RANKS:
+        faults = [fault for fault in faults if fault != "plan"]
+    fault, number = draw.choice(faults), draw.randrange(NUM_RANKS)
+    link = DirectedLink(draw.choice(links), draw.choice(("up", "down"))) if links else None
+    target = Target(rank=number, pid=job.pids[number], folder=folder, lab=job.lab, link=link)
+    row: dict[str, Any] = {"fault": fault, "rank": number, "link": str(link or "")}
+    job.last_lines.clear()
+    with observed(job, row), broken(fault, target):
+        line = job.named(patience_s)
+    found = NAMED.search(line)
+    row["right"] = not line if fault == "nothing" else found is not None and target.is_named(fault, found[1])
+    row["reason"] = row["right"] and (fault == "nothing" or re.search(REASONS[fault], line) is not None)
+    return row | {"line": line, "said": [one for one in job.last_lines if "syncline:" in one]}
+
+
+def let_be(job: Job, seconds: float) -> dict[str, Any]:
+    """Let a job without a fault run; return what was said of it."""
+    row: dict[str, Any] = {"fault": "nothing"}
+    end_s = time.monotonic() + seconds
+    lines = []
+    with observed(job, row):
+        while left_s := max(0.0, end_s - time.monotonic()):
+            lines += [line] if (line := job.named(left_s)) else []
+    return row | {"right": not lines, "said": [one for one in job.last_lines if "syncline:" in one]}
+
+
+def trials(options: argparse.Namespace, done: set[int]) -> Iterator[dict[str, Any]]:
+    """Make all trials that are not done; yield their rows."""
+    per_job = 1 if options.healthy else options.per_job
+    for first in range(0, options.trials, per_job):
+        left = [trial for trial in range(first, min(first + per_job, options.trials)) if trial not in done]
+        if not left:
+            continue
+        kind = Kind.draw(random.Random(f"{options.seed} job {first}"), options)
+        with tempfile.TemporaryDirectory(prefix="syncline-faults-") as name, ExitStack() as stack:
+            folder = Path(name)
+            (folder / "mapped").write_bytes(bytes(MAPPED_BYTES))
+            job = Job(kind, folder, stack)
+            for trial in left:
+                draw = random.Random(f"{options.seed} trial {trial}")
+                made = let_be(job, options.seconds) if options.healthy else hide(job, draw, folder, options.patience)
+                yield {"seed": options.seed, "trial": trial, **asdict(kind), **made}
+
+
+def summarize(rows: list[dict[str, Any]]) -> None:
+    """Print how often each fault was named."""
+    counts: Counter[str] = Counter(row["fault"] for row in rows)
+    for fault, number in sorted(counts.items()):
+        here = [row for row in rows if row["fault"] == fault]
+        right, reasons = (sum(bool(row.get(key)) for row in here) for key in ("right", "reason"))
+        seconds = [row["seconds"] for row in here if row["right"]] or [0.0]
+        when = f"{reasons} with the reason, after {median(seconds):.1f} s, at most {max(seconds):.1f} s"
+        print(f"{fault}: {right} of {number} right; {when}", file=sys.stderr)
+
 
 def main() -> None:
-    """Draw faults, and print what was said of each as JSON; at the end how often it was right, to standard error."""
+    """Make trials, append each to the record as it comes, and say at the end how often the lookout was right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--where", choices=("lab", "loopback"))
+    parser.add_argument("--job", choices=("distribute", "group"))
+    parser.add_argument("--healthy", action="store_true")
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--per-job", type=int, default=5)
     parser.add_argument("--patience", type=float, default=30.0)
-    parser.add_argument("--group", action="store_true")
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--to", type=Path, required=True)
     options = parser.parse_args()
-    if options.folder:
-        rank(options.folder, is_group=options.group)
-    draw = random.Random(options.seed)
-    counts: Counter[tuple[str, bool]] = Counter()
-    faults = [fault for fault in FAULTS if fault not in AS_ROOT or os.geteuid() == 0]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "mapped").write_bytes(bytes(MAPPED_BYTES))
-        job = Job(folder, options.ranks, is_group=options.group)
-        try:
-            for trial in range(options.trials):
-                while job.named(WELL_S):  # what is left of the one before
-                    pass
-                fault, number = draw.choice(faults), draw.randrange(options.ranks)
-                began_s = time.monotonic()
-                with broken(fault, number, job.pids[number], folder):
-                    line = job.named(options.patience)
-                found = NAMED.search(line)
-                is_right = not line if fault == "nothing" else found is not None and found[1] == f"rank {number}"
-                counts[fault, is_right] += 1
-                told = {"trial": trial, "fault": fault, "rank": number, "right": is_right, "line": line}
-                load = os.getloadavg()[0]
-                print(json.dumps(told | {"after_s": round(time.monotonic() - began_s, 1), "load": load}), flush=True)
-        finally:
-            (folder / "go").unlink()
-            job.process.terminate()
-            job.process.wait(timeout=60)
-    for fault in faults:
-        right, wrong = counts[fault, True], counts[fault, False]
-        print(f"{fault}: {right} of {right + wrong} right", file=sys.stderr)
+    rows = [json.loads(line) for line in options.to.read_text().splitlines()] if options.to.exists() else []
+    done = {row["trial"] for row in rows if row["seed"] == options.seed}
+    with options.to.open("a") as file:
+        for row in trials(options, done):
+            rows.append(row)
+            print(json.dumps(row), file=file, flush=True)
+            print(json.dumps(row), flush=True)
+    summarize(rows)
 
 
 if __name__ == "__main__":
