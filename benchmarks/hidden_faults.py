@@ -50,8 +50,9 @@ NETWORKS = {
     "{host: 'h[2-3]', uplink: RATE}]}",
     "a switch": "{topology: four, switch: s, children: [{host: 'h[0-3]', uplink: RATE}]}",
 }
-RATES = (("1 Gbit/s", "400 Mbit/s"), ("2 Gbit/s", "2 Gbit/s"), ("10 Gbit/s", "10 Gbit/s"))
-"""Of hosts, and of racks."""
+SLOWER = "1 Gbit/s", "100 Mbit/s"
+RATES = (SLOWER, ("1 Gbit/s", "400 Mbit/s"), ("2 Gbit/s", "2 Gbit/s"), ("10 Gbit/s", "10 Gbit/s"))
+"""Of hosts, and of racks; a plan matters where the latter are far slower."""
 WORK = {"computes": (256, 256), "talks": (512, 64)}
 """The model's width, and the batch. What talks has steps that are mostly messages; it is drawn where faults are not."""
 SYNCHRONOUS = ("AllReduce", "Sharded", "Sharded, overlap_forward")
@@ -119,7 +120,7 @@ class Job:
             command += ["--ranks", str(NUM_RANKS), str(RANK), kind.task(folder)]
             self.processes = [subprocess.Popen(command, env=os.environ | ENV, **pipes)]
         else:
-            env = ENV | stack.enter_context(shared_secret(os.environ))
+            env = {**ENV, **stack.enter_context(shared_secret(os.environ))}
             command += [str(RANK), kind.task(folder)]
             hosts = [host.name for host in self.lab.plan.hosts]
             self.processes = [self.lab.spawn(host, command, env=env, **pipes) for host in hosts]
@@ -187,21 +188,23 @@ def machine_s() -> float:
     return (user + nice + system + irq + softirq + steal) / TICKS_PER_S
 
 
-def hide(job: Job, draw: random.Random, folder: Path, patience_s: float) -> dict[str, Any]:
+def hide(job: Job, kind: Kind, draw: random.Random, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Make one trial; return what came of it."""
     while job.named(WELL_S):  # what is left of the one before
         pass
     faults = possible_faults(is_in_lab=job.lab is not None)
     links = [] if job.lab is None else [each.child for each in job.lab.plan.links]
-    if len(links) == NUM_RANKS:
+    if kind.rates != SLOWER or len(links) == NUM_RANKS:
         faults = [fault for fault in faults if fault != "plan"]
+    if options.faults:
+        faults = [fault for fault in faults if fault in options.faults] or ["nothing"]
     fault, number = draw.choice(faults), draw.randrange(NUM_RANKS)
     link = DirectedLink(draw.choice(links), draw.choice(("up", "down"))) if links else None
     target = Target(rank=number, pid=job.pids[number], folder=folder, lab=job.lab, link=link)
     row: dict[str, Any] = {"fault": fault, "rank": number, "link": str(link or "")}
     job.last_lines.clear()
     with observed(job, row), broken(fault, target):
-        line = job.named(patience_s)
+        line = job.named(options.patience)
     found = NAMED.search(line)
     row["right"] = not line if fault == "nothing" else found is not None and target.is_named(fault, found[1])
     row["reason"] = row["right"] and (fault == "nothing" or re.search(REASONS[fault], line) is not None)
@@ -233,7 +236,7 @@ def trials(options: argparse.Namespace, done: set[int]) -> Iterator[dict[str, An
             job = Job(kind, folder, stack)
             for trial in left:
                 draw = random.Random(f"{options.seed} trial {trial}")
-                made = let_be(job, options.seconds) if options.healthy else hide(job, draw, folder, options.patience)
+                made = let_be(job, options.seconds) if options.healthy else hide(job, kind, draw, folder, options)
                 yield {"seed": options.seed, "trial": trial, **asdict(kind), **made}
 
 
@@ -259,6 +262,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--per-job", type=int, default=5)
     parser.add_argument("--patience", type=float, default=30.0)
+    parser.add_argument("--faults", nargs="*", help="draw among these alone")
     parser.add_argument("--to", type=Path, required=True)
     options = parser.parse_args()
     rows = [json.loads(line) for line in options.to.read_text().splitlines()] if options.to.exists() else []

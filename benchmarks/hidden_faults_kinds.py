@@ -29,7 +29,7 @@ OF_RANKS = (*dict.fromkeys((*FLAGS, *AS_ROOT)), "stopped")
 OF_LINKS = ("slow link", "loss", "plan")
 QUOTA_US, PERIOD_US = 5_000, 100_000
 DISK_BYTES_PER_S, MEMORY_BYTES, MAPPED_BYTES = 200_000, 1 << 26, 1 << 28
-SLOW_PART, LOST_PER_MILLE = 0.05, 40
+SLOW_BYTES_PER_S, LOST_PER_MILLE = 30e6 / 8, 40
 CGROUPS = Path("/sys/fs/cgroup")
 REASONS = {
     "computing": r"computes slower",
@@ -37,7 +37,7 @@ REASONS = {
     "memory": r"memory that is on a disk",
     "processor": r"had no processor",
     "disk": r"waited for a disk",
-    "stopped": r"process is stopped",
+    "stopped": r"process is stopped|nor do heartbeats come",
     "slow link": r"messages were under way",
     "loss": r"is lost",
     "plan": r"messages were under way|is used",
@@ -59,11 +59,8 @@ class Target:
         """Whether what a line names is it; of links that all carry the same, a line may name two."""
         if fault not in OF_LINKS:
             return named == f"rank {self.rank}"
-        if fault == "plan":
-            return named.startswith("the link")
-        assert self.link is not None
-        links = re.findall(r"[\w-]+(?: up| down)?(?= and |, |$)", re.sub(r"^the links? of ", "", named))
-        return len(links) <= 2 and any(one in (str(self.link), self.link.child) for one in links)
+        links = re.sub(r"^the links? of |^rank .*", "", named).split(" and ")
+        return bool(links[0]) if fault == "plan" else len(links) <= 2 and str(self.link).split()[0] in links
 
 
 def possible_faults(*, is_in_lab: bool) -> list[str]:
@@ -157,7 +154,7 @@ def _slowed(lab: Lab, link: DirectedLink) -> Iterator[None]:
             bits = f"{round(8 * bytes_per_s)}bit"
             subprocess.run([*where, "htb", "rate", bits, "ceil", bits], check=True)
 
-    limit(SLOW_PART * rate)
+    limit(SLOW_BYTES_PER_S)
     try:
         yield
     finally:
@@ -177,7 +174,7 @@ def _lossy(lab: Lab, link: DirectedLink) -> Iterator[None]:
     nft = ["ip", "netns", "exec", namespace, "nft"]
     rules = (
         f'table netdev faults {{ chain lossy {{ type filter hook ingress device "{interface}" priority 0; '
-        f"numgen random mod 1000 < {LOST_PER_MILLE} drop; }} }}"
+        f"numgen random mod 1000 < {LOST_PER_MILLE} drop; }}; }}"
     )
     subprocess.run([*nft, rules], check=True)
     try:

@@ -23,11 +23,11 @@ from hidden_faults_kinds import FLAGS, MAPPED_BYTES
 import syncline
 
 SAVED_BYTES, SAVED_EVERY = 1 << 17, 4
-TOUCHED_PAGES = 400
+TOUCHED_PAGES = 1200
 LATE_S, USUAL_S = 0.12, 0.002
 """Until a batch is there."""
 NUM_LAYERS = 6
-RULES: dict[str, syncline.UpdateRule] = {
+RULES: dict[str, Any] = {
     "AllReduce": syncline.AllReduce(),
     "Sharded": syncline.Sharded(),
     "Sharded, overlap_forward": syncline.Sharded(overlap_forward=True),

@@ -28,6 +28,14 @@ def test_a_silent_peer_is_suspected_once_and_then_dead():
     assert judge(liveness, range(11, 30), heard=[2]) == []
 
 
+def test_a_peer_of_which_three_heartbeats_are_missing_is_silent_however_long_others_wait_for_it():
+    liveness = new(suspect_s=36.0, dead_s=120.0)
+    assert judge(liveness, [1, 2], heard=[2]) == []
+    assert not liveness.suspects
+    assert judge(liveness, [3], heard=[2]) == []
+    assert liveness.suspects == {1}
+
+
 def test_a_peer_that_speaks_again_is_trusted_again():
     liveness = new()
     judge(liveness, range(1, 9), heard=[2])

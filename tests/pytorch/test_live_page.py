@@ -15,6 +15,7 @@ from syncline.pytorch import serving
 from syncline.pytorch.serving import LIVE_PAGE, serve
 from syncline.runtime import communicators_in_memory
 from syncline.runtime.lookout import Lookout, take_pace
+from syncline.runtime.whereabouts import ThreadWatch
 from syncline.topology import Topology
 
 PAGE = LIVE_PAGE.read_text()
@@ -66,7 +67,7 @@ def test_it_shows_what_a_view_has() -> None:
     communicators = communicators_in_memory(4, topology)
     try:
         for number, one in enumerate(communicators):
-            lookout.hear(number, take_pace(Progress(), one.statistics(), topology), 1.0)
+            lookout.hear(number, take_pace(Progress(), one.statistics(), ThreadWatch(Progress())), 1.0)
     finally:
         for one in communicators:
             one.abort()

@@ -42,5 +42,5 @@ gc.set_threshold(7, 1, 1)
 for _ in range(NUM_LOOKS):
     Garbage()
     Garbage()
-    assert training_place(thread.ident).startswith("in ")
+    assert training_place(thread.ident)[1].startswith("in ")
 assert gc.isenabled()

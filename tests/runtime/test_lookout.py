@@ -14,14 +14,15 @@ import pytest
 
 from syncline.fabric.progress import PHASES, Progress
 from syncline.runtime.control import ControlError
-from syncline.runtime.lookout import Lookout, PaceReport, take_pace, watched_links
-from syncline.topology import DirectedLink, Topology
+from syncline.runtime.link_faults import Flow
+from syncline.runtime.lookout import Lookout, PaceReport, take_pace
+from syncline.runtime.whereabouts import Looks, ThreadWatch
+from syncline.topology import Topology
 
 RACKS = Topology.parse(
     "{topology: racks, switch: s, children: [{host: a, uplink: 80 Mbit/s}, {host: b, uplink: 80 Mbit/s}, "
     "{host: c, uplink: 80 Mbit/s}]}"
 )
-LINKS = list(watched_links(RACKS))
 HEALTHY = {"elsewhere": 0.02, "forward": 0.1, "backward": 0.2, "step": 0.1}
 """Parts of each second; the rest is waited."""
 
@@ -44,9 +45,7 @@ def report(seconds: float, own: Mapping[str, float], **changes: object) -> PaceR
         own_s=tuple(own[phase] * seconds for phase in PHASES),
         waited_s=seconds * (1 - sum(own.values())),
         steps_s=seconds,
-        link_bytes=(0,) * len(LINKS),
-        lost_bytes=(0,) * len(LINKS),
-        busy_s=((0.0, 0.0),) * len(LINKS),
+        flows={},
         pid=7,
     )
     return dataclasses.replace(told, **changes)  # type: ignore[arg-type]
@@ -100,6 +99,18 @@ def test_a_group_whose_forward_passes_are_not_seen_is_not_said_to_read_its_input
     assert line.endswith("60% of its time is outside of backward and step, and 20% of theirs")
 
 
+def test_a_group_that_is_seen_to_compute_more_is_said_to_compute_slower() -> None:
+    lookout, said = Lookout(RACKS, name, examine, behind_s=60.0, now_s=0.0), []
+    for now_s in range(2, 20, 2):
+        for rank in range(3):
+            own = {"elsewhere": 0.7 if rank == 1 else 0.2, "forward": 0.0, "backward": 0.1, "step": 0.1}
+            looks = Looks(num_looks=20 * now_s, num_forward=12 * now_s, num_backward=4 * now_s)
+            lookout.hear(rank, report(now_s, own, looks=looks), now_s)
+        said += lookout.look(now_s)
+    (line,) = said
+    assert line.endswith("it computes slower than they do (forward 3.5 x, backward 1.7 x, step 1.0 x)")
+
+
 def test_one_line_comes_when_that_changes_and_one_when_it_is_over() -> None:
     lookout = Lookout(RACKS, name, examine, behind_s=60.0, now_s=0.0)
     slow, said, spent = HEALTHY | {"forward": 0.5}, [], {0: [0.0] * 4, 1: [0.0] * 4, 2: [0.0] * 4}
@@ -113,19 +124,28 @@ def test_one_line_comes_when_that_changes_and_one_when_it_is_over() -> None:
     assert [line[:15] for line in said] == ["rank 1 holds th", "rank 1 holds no"]
 
 
-def test_a_full_link_is_named_where_no_rank_is_slow() -> None:
-    idle = dict.fromkeys(PHASES, 0.1)
-    number = LINKS.index(DirectedLink("b", "up"))
-    lookout, said = Lookout(RACKS, name, examine, behind_s=60.0, now_s=0.0), []
+def said_of_flows(
+    flows: Mapping[tuple[int, int], tuple[float, float, float]], *, waited: float = 0.6, topology: Topology = RACKS
+) -> list[str]:
+    """What is said where all ranks wait, and these are the bytes sent, lost and the time busy of each second."""
+    lookout, said = Lookout(topology, name, examine, behind_s=60.0, now_s=0.0), []
+    own = dict.fromkeys(PHASES, (1 - waited) / 4)
     for now_s in range(0, 20, 2):
-        for rank in range(3):
-            moved = [0] * len(LINKS)
-            moved[number] = int(3e6 * now_s)
-            lookout.hear(rank, report(now_s, idle, link_bytes=tuple(moved)), now_s)
+        for rank in range(topology.num_ranks):
+            sent = {
+                peer: Flow(*(now_s * one for one in flow)) for (source, peer), flow in flows.items() if source == rank
+            }
+            lookout.hear(rank, report(now_s, own, flows=sent), now_s)
         said += lookout.look(now_s)
-    assert said == [
-        "the link of b up holds the ranks up: 90% of 80 Mbit/s is used, and they wait 60% of the time",
+    return said
+
+
+def test_a_full_link_is_named_where_no_rank_is_slow() -> None:
+    assert said_of_flows({(1, 0): (5e6, 0, 0.6), (1, 2): (4e6, 0, 0.6)}) == [
+        "the link of b holds the ranks up: 90% of 80 Mbit/s is used (b up), and they wait 60% of the time"
     ]
+    lossy = said_of_flows({(1, 0): (5e6, 2e5, 0.6), (1, 2): (4e6, 2e5, 0.6)})
+    assert "is used (b up), 4% of what is sent there is lost, and they wait" in lossy[0]
 
 
 def test_after_a_minute_without_a_step_it_is_said_who_is_behind_and_where() -> None:
@@ -164,21 +184,24 @@ def test_a_report_travels_and_nonsense_is_refused() -> None:
     with progress.storing():
         assert progress.stored_until_now_s > 0
     progress.loss, progress.num_samples = 0.5, 32
-    connection = SimpleNamespace(peer=1, lost_bytes=3, busy_s=0.25)
-    fabric = SimpleNamespace(rank=0, connections=[connection])
-    counted: Any = SimpleNamespace(fabric=fabric, link_bytes=dict.fromkeys(RACKS.route(0, 1), 7))
-    told = take_pace(progress, counted, RACKS)
+    first = SimpleNamespace(peer=1, sent_bytes=5, lost_bytes=3, busy_s=0.25)
+    second = SimpleNamespace(peer=1, sent_bytes=2, lost_bytes=0, busy_s=0.125)
+    counted: Any = SimpleNamespace(fabric=SimpleNamespace(rank=0, connections=[first, second]))
+    watch = ThreadWatch(progress)
+    watch.look()
+    told = take_pace(progress, counted, watch)
     assert (told.num_steps, told.loss, told.num_samples) == (1, 0.5, 32)
-    assert told.link_bytes[LINKS.index(DirectedLink("a", "up"))] == 7
-    assert told.lost_bytes[LINKS.index(DirectedLink("a", "up"))] == 3
-    assert told.busy_s[LINKS.index(DirectedLink("a", "up"))] == (0.25, 0.25)
+    assert told.flows == {1: Flow(7, 3, 0.25)}, "connections to one peer are busy together"
     assert told.stored_s == progress.stored_s > 0
     assert told.pid == os.getpid()
     assert "test_a_report_travels" in told.place
-    assert PaceReport.decode(told.encode(), len(LINKS)) == told
+    assert (told.num_at_place, told.looks.num_looks, told.looks.num_apart) == (1, 1, 1)
+    assert PaceReport.decode(told.encode(), 3) == told
     for nonsense in (b"", told.encode()[:-1], b"\x09" + told.encode()[1:]):
         with pytest.raises(ControlError, match="of its pace"):
-            PaceReport.decode(nonsense, len(LINKS))
+            PaceReport.decode(nonsense, 3)
+    with pytest.raises(ControlError, match="of its pace"):
+        PaceReport.decode(told.encode(), 1)
 
 
 def test_before_its_first_step_no_rank_is_named_and_it_is_said_to_start() -> None:
@@ -211,13 +234,14 @@ def test_a_slow_disk_is_told_by_seconds_in_checkpoints_and_by_what_the_kernel_sa
     for now_s in range(2, 20, 2):
         for rank in range(3):
             is_slow, own = rank == 2, HEALTHY | {"elsewhere": 0.5 if rank == 2 else 0.02}
-            told = report(now_s, own, place="in save (a.py:7)" * is_slow, is_on_device=is_slow)
+            looks = Looks(num_looks=4 * now_s, num_on_device=3 * now_s * is_slow)
+            told = report(now_s, own, place="in save (a.py:7)" * is_slow, num_at_place=8 * is_slow, looks=looks)
             lookout.hear(rank, dataclasses.replace(told, stored_s=now_s * (0.46 if is_slow else 0.01)), now_s)
         said += lookout.look(now_s)
     (line,) = said
     assert line.endswith(
-        "at 4 of 4 looks it was in save (a.py:7); for 46% of the time it wrote a checkpoint to its disk, 1% of theirs; "
-        "at 4 of 4 looks it waited for a disk or another device"
+        "at 32 of 32 looks it was in save (a.py:7); for 46% of the time it wrote a checkpoint to its disk, 1% of "
+        "theirs; at 24 of 32 looks it waited for a disk or another device"
     )
 
 
@@ -225,16 +249,13 @@ def test_a_view_has_what_is_known_now_and_none_for_what_is_not() -> None:
     lookout = Lookout(RACKS, name, examine, behind_s=60.0, now_s=0.0)
     assert lookout.view(1.0) == {"seconds": 1.0, "ranks": [], "links": [], "said": []}
     for now_s in range(0, 21, 2):
-        moved = [0] * len(LINKS)
-        moved[LINKS.index(DirectedLink("b", "up"))] = 3_000_000 * now_s  # of 10 MB/s, by two ranks
+        moved = {2: Flow(3e6 * now_s, 0, 0.0)}  # of 10 MB/s, by two ranks
         for rank in range(2):
-            told = report(
-                now_s, HEALTHY, link_bytes=tuple(moved), num_samples=32 * now_s * rank, loss=0.5 if rank else math.nan
-            )
+            told = report(now_s, HEALTHY, flows=moved, num_samples=32 * now_s * rank, loss=0.5 if rank else math.nan)
             lookout.hear(rank, told, now_s)
     view = lookout.view(22.0)
     assert json.loads(json.dumps(view)) == view
-    assert view["links"][0] == {"link": "b up", "rate": 1e7, "use": pytest.approx(0.6), "lost": 0.0}
+    assert view["links"][0] == {"link": "c down", "rate": 1e7, "use": pytest.approx(0.6), "lost": 0.0}
     first, second = view["ranks"]
     assert (first["steps"], first["steps_per_s"], first["silent_s"]) == (20, pytest.approx(1.0), 2.0)
     assert (first["samples_per_s"], first["loss"]) == (None, None)
@@ -274,46 +295,73 @@ def test_a_rank_that_tells_nothing_is_said_to_be_silent_and_not_slow() -> None:
 
 
 def test_links_that_lose_what_is_sent_are_named_with_the_part() -> None:
-    lookout, said = Lookout(RACKS, name, examine, behind_s=60.0, now_s=0.0), []
-    up, down = LINKS.index(DirectedLink("b", "up")), LINKS.index(DirectedLink("c", "down"))
-    for now_s in range(0, 20, 2):
-        for rank in range(3):
-            sent, lost = [0] * len(LINKS), [0] * len(LINKS)
-            sent[up], sent[down] = 100_000 * now_s, 200_000 * now_s
-            lost[up] = lost[down] = 5_000 * now_s
-            told = report(now_s, dict.fromkeys(PHASES, 0.1), link_bytes=tuple(sent), lost_bytes=tuple(lost))
-            lookout.hear(rank, told, now_s)
-        said += lookout.look(now_s)
-    assert said == [
-        "the link of b up holds the ranks up: 5.0% of what is sent there is lost, and sent again; they wait 60% of the "
-        "time"
+    flows = {(1, 0): (1e5, 5e3, 0.5), (1, 2): (1e5, 5e3, 0.5), (0, 2): (1e5, 0, 0.1), (2, 0): (1e5, 0, 0.1)}
+    assert said_of_flows(flows) == [
+        "the link of b holds the ranks up: 5.0% of what is sent there is lost, and sent again (b up); they wait 60% of "
+        "the time"
     ]
+    (line,) = said_of_flows({(1, 0): (1e5, 5e3, 0.5), (0, 2): (1e5, 0, 0.1)})
+    assert line.startswith("the links of a and b hold the ranks up"), "which of both is not known"
 
 
-def said_of_links(busy: Mapping[DirectedLink, tuple[float, float]], bytes_per_s: int, waited: float) -> list[str]:
-    """What is said where rank 0 tells that its connections were busy so, and all ranks wait."""
-    lookout, said = Lookout(RACKS, name, examine, behind_s=60.0, now_s=0.0), []
-    own = dict.fromkeys(PHASES, (1 - waited) / 4)
-    for now_s in range(2, 20, 2):
-        for rank in range(3):
-            spent = [tuple(now_s * one * (rank == 0) for one in busy.get(link, (0.0, 0.0))) for link in LINKS]
-            sent = tuple(bytes_per_s * now_s * (rank == 0) for _ in LINKS)
-            lookout.hear(rank, report(now_s, own, busy_s=tuple(spent), link_bytes=sent), now_s)
-        said += lookout.look(now_s)
-    return said
+SLOW, QUICK = (4e5, 0, 0.85), (4e5, 0, 0.05)
+"""Flows of 3.8 and 64 Mbit/s while they are busy."""
 
 
-def test_a_link_that_is_far_below_its_rate_while_ranks_wait_for_it_is_named() -> None:
-    up, down, other = DirectedLink("a", "up"), DirectedLink("b", "down"), DirectedLink("c", "down")
-    (line,) = said_of_links({up: (1.6, 0.85), down: (0.85, 0.85), other: (0.75, 0.75)}, 500_000, waited=0.8)
+def test_a_link_is_named_that_is_far_below_its_rate_while_ranks_wait_and_others_are_not() -> None:
+    flows = {(0, 1): SLOW, (0, 2): SLOW, (1, 2): QUICK, (2, 1): QUICK}
+    (line,) = said_of_flows(flows, waited=0.8)
     assert line == (
-        "the link of a up holds the ranks up: messages were under way there for 85% of the time, at 4.706 Mbit/s of "
-        "80 Mbit/s; they wait 80% of the time"
+        "the link of a holds the ranks up: messages were under way there (a up) for 85% of the time, at 7.529 Mbit/s "
+        "of 80 Mbit/s; they wait 80% of the time"
     )
-    (line,) = said_of_links({up: (0.85, 0.85), down: (0.85, 0.85)}, 500_000, waited=0.8)
-    assert line.startswith("the links of a up and b down hold the ranks up"), "which of both is not known"
-    assert not said_of_links({up: (0.9, 0.3)}, 500_000, waited=0.8), "no connection was busy for as long as they wait"
-    assert not said_of_links({up: (0.85, 0.85)}, 3_000_000, waited=0.8), "it carried much"
+    (line,) = said_of_flows({**flows, (1, 0): SLOW, (2, 0): SLOW}, waited=0.8)
+    assert line.startswith("the link of a holds the ranks up: messages were under way there (a up, a down) for 85%")
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {(1, 2): SLOW, (2, 1): SLOW},  # processors are busy: all is slow
+        {(0, 1): QUICK, (1, 2): QUICK},  # what is slow is not the link of a
+        {},  # nothing to compare it with
+        {(0, 1): (3e6, 0, 0.85), (1, 2): QUICK},  # it carries much
+    ],
+)
+def test_no_link_is_named_where_others_are_as_slow_or_a_flow_across_it_is_not(others: Mapping[Any, Any]) -> None:
+    assert not said_of_flows({(0, 2): SLOW, **others}, waited=0.8)
+
+
+def test_no_link_is_named_for_less_than_the_ranks_wait() -> None:
+    assert not said_of_flows({(0, 1): (1e5, 0, 0.3), (1, 2): QUICK}, waited=0.8)
+
+
+def test_a_path_is_named_by_the_link_that_all_slow_flows_cross() -> None:
+    two = Topology.parse(
+        "{switch: s, children: [{switch: r, uplink: 80 Mbit/s, children: [{host: 'h[0-1]', uplink: 80 Mbit/s}]}, "
+        "{host: 'h[2-3]', uplink: 80 Mbit/s}]}"
+    )
+    flows = {(0, 2): SLOW, (1, 3): SLOW, (0, 1): QUICK, (1, 0): QUICK, (2, 3): QUICK, (3, 2): QUICK}
+    (line,) = said_of_flows(flows, waited=0.8, topology=two)
+    assert line.startswith("the link of r holds the ranks up: messages were under way there (r up) for 85%")
+
+
+def test_a_link_keeps_its_name_while_it_is_among_those_that_may_be_at_fault() -> None:
+    lookout, said, sent = Lookout(RACKS, name, examine, behind_s=60.0, now_s=0.0), [], 0.0
+    lossy = {"both": {(1, 0): 5e3}, "one": {(1, 0): 5e3, (1, 2): 5e3}, "other": {(1, 0): 5e3, (2, 0): 5e3}, "none": {}}
+    lost = dict.fromkeys([(1, 0), (1, 2), (2, 0)], 0.0)
+    for now_s in range(0, 120, 2):
+        kind = ("one", "both", "other", "none")[min(now_s // 30, 3)]
+        sent += 2e5
+        for pair in lost:
+            lost[pair] += 2 * lossy[kind].get(pair, 0.0)
+        for rank in range(3):
+            flows = {peer: Flow(sent, lost[source, peer], 0.0) for source, peer in lost if source == rank}
+            lookout.hear(rank, report(now_s, dict.fromkeys(PHASES, 0.1), flows=flows), now_s)
+        said += [line[:30] for line in lookout.look(now_s)]
+    assert said == [
+        f"the link of {line}" for line in ("b holds the ranks ", "a holds the ranks ", "a holds nobody up ")
+    ]
 
 
 def test_where_a_late_rank_was_seen_and_that_it_swaps_are_told() -> None:
@@ -323,7 +371,10 @@ def test_where_a_late_rank_was_seen_and_that_it_swaps_are_told() -> None:
             is_slow = rank == 2
             own = HEALTHY | {"elsewhere": 0.5} if is_slow else HEALTHY
             told = report(now_s, own, place="in load (a.py:7)" * is_slow, num_faults=100 * now_s * is_slow)
+            told = dataclasses.replace(told, num_at_place=3 * is_slow, looks=Looks(num_looks=2 * now_s))
             lookout.hear(rank, told, now_s)
         said += lookout.look(now_s)
     (line,) = said
-    assert "at 4 of 4 looks it was in load (a.py:7); 100 times a second it waited for memory that is on a disk" in line
+    assert (
+        "at 12 of 16 looks it was in load (a.py:7); 100 times a second it waited for memory that is on a disk" in line
+    )

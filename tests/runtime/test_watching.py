@@ -13,11 +13,12 @@ import pytest
 
 from rank_scripts import run_python
 from syncline.errors import ConfigurationError
+from syncline.fabric.progress import BACKWARD, ELSEWHERE, FORWARD, Progress
 from syncline.report.examination import read_examination
 from syncline.report.explanation import explain
 from syncline.runtime import communicators_in_memory, control
 from syncline.runtime.control import ControlError, ControlKind
-from syncline.runtime.whereabouts import process_state, training_place
+from syncline.runtime.whereabouts import Looks, ThreadWatch, process_state, training_place
 
 
 def test_all_ranks_answer_with_what_they_do_and_record_it_only_meanwhile() -> None:
@@ -79,5 +80,28 @@ def test_a_process_that_is_stopped_or_gone_is_told_from_one_that_runs() -> None:
 
 
 def test_a_place_is_that_of_the_programs_own_code() -> None:
-    assert "test_a_place_is_that" in training_place(threading.get_ident())
-    assert training_place(None) == ""
+    assert "test_a_place_is_that" in training_place(threading.get_ident())[1]
+    assert training_place(None) == ("", "")
+
+
+def test_a_thread_in_a_module_or_in_autograd_is_seen_to_compute() -> None:
+    """Where no hook says when a forward pass begins, the files of torch in the stack do."""
+    for path, phase in (("torch/nn/modules/linear.py", FORWARD), ("torch/autograd/graph.py", BACKWARD), ("a.py", "")):
+        seen: list[tuple[str, str]] = []
+        code = compile("look()", f"/venv/site-packages/{path}", "exec")
+        exec(code, {"look": lambda seen=seen: seen.append(training_place(threading.get_ident()))})
+        ((found, place),) = seen
+        assert (found, "lambda" in place) == (phase, True)
+
+
+def test_what_is_seen_to_compute_has_no_place_unless_forward_passes_are_told() -> None:
+    for tells_forward, num_seen in ((False, 0), (True, 1)):
+        progress = Progress()
+        if tells_forward:
+            progress.enter(FORWARD)
+            progress.enter(ELSEWHERE)
+        watch = ThreadWatch(progress)
+        exec(compile("look()", "/venv/torch/nn/functional.py", "exec"), {"look": watch.look})
+        assert watch.looks == Looks(num_looks=1, num_forward=1)
+        assert watch.take_place()[1] == num_seen
+        assert watch.take_place() == ("", 0)

@@ -51,7 +51,6 @@ class Liveness:
         self._now_s = now_s
         self._since_beat_s = heartbeat_s
         self._silence_s: dict[int, float] = {}
-        self._suspects: set[int] = set()
 
     @classmethod
     def of(cls, options: FabricOptions, *, now_s: float) -> Liveness:
@@ -60,8 +59,9 @@ class Liveness:
 
     @property
     def suspects(self) -> frozenset[int]:
-        """Peers that are silent, but not yet for too long."""
-        return frozenset(self._suspects)
+        """Peers that are silent for three heartbeats, or for ``suspect_s``, but not yet for too long."""
+        silent_s = min(self._suspect_s, 3 * self._heartbeat_s)
+        return frozenset(peer for peer, silence_s in self._silence_s.items() if silence_s >= silent_s)
 
     def add(self, peer: int) -> None:
         """Judge ``peer`` from now on."""
@@ -70,7 +70,6 @@ class Liveness:
     def remove(self, peer: int) -> None:
         """Judge ``peer`` no more."""
         self._silence_s.pop(peer, None)
-        self._suspects.discard(peer)
 
     def tick(self, now_s: float, *, heard: frozenset[int] | set[int]) -> Tick:
         """Take note of the time and of who has been heard since the last tick."""
@@ -92,12 +91,11 @@ class Liveness:
     def _judge(self, peer: int, counted_s: float, *, is_heard: bool) -> Suspect | Dead | None:
         if is_heard:
             self._silence_s[peer] = 0.0
-            self._suspects.discard(peer)
             return None
-        silence_s = self._silence_s[peer] = self._silence_s[peer] + counted_s
+        before_s = self._silence_s[peer]
+        silence_s = self._silence_s[peer] = before_s + counted_s
         if silence_s >= self._dead_s:
             return Dead(peer=peer, silence_s=silence_s)
-        if silence_s >= self._suspect_s and peer not in self._suspects:
-            self._suspects.add(peer)
+        if before_s < self._suspect_s <= silence_s:
             return Suspect(peer=peer, silence_s=silence_s)
         return None

@@ -72,7 +72,7 @@ class FabricStatistics:
     """Connections that were turned away: wrong secret, job, version, or no handshake at all."""
     lost_peers: tuple[int, ...]
     suspect_peers: tuple[int, ...] = ()
-    """Peers that are silent now, for longer than ``suspect_s``."""
+    """Peers that are silent now, for three heartbeats or ``suspect_s``."""
     dropped_messages: int = 0
     """Messages that were thrown away, since they came in an epoch that was over."""
 

@@ -15,19 +15,20 @@ import math
 import os
 import resource
 import struct
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from syncline.errors import escape_text
+from syncline.fabric import FabricStatistics
 from syncline.fabric.progress import BACKWARD, ELSEWHERE, FORWARD, PHASES, STEP, Progress
 from syncline.runtime.control import ControlError
-from syncline.runtime.statistics import FleetStatistics, route_sums
-from syncline.runtime.whereabouts import is_on_device, training_place
-from syncline.topology import DirectedLink, Topology
-from syncline.units import format_rate
+from syncline.runtime.link_faults import Flow, find_bad_links, flows_on_links, watched_links
+from syncline.runtime.statistics import FleetStatistics
+from syncline.runtime.whereabouts import NO_LOOKS, Looks, ThreadWatch
+from syncline.topology import Topology
 
 REPORT_S = 2.0
 WINDOW_S = 8.0
@@ -38,20 +39,16 @@ LEAST_COST, LEAST_FACTOR = 0.15, 1.25
 """Who holds others up has a share of its own that is larger than theirs by so much, and by such a factor."""
 KEPT_COST = 0.08
 """Who was named stays named until it costs less."""
-LEAST_USE, LEAST_WAIT = 0.6, 0.25
-"""A link holds ranks up that is used for so much of the time, while they wait so much of it, and not much longer."""
-LEAST_LOST = 0.01
-"""A link loses so much of what is sent on it, where that is worth a line: TCP then keeps far below its rate."""
-MOST_SLOW_PART = 0.25
-"""A link is slow that carries at most so much of its rate while a connection across it has something under way."""
+LEAST_ON_DEVICE = 0.3
+"""Who is seen to wait for a disk or another device at so many looks is slow by that."""
 LEAST_FAULTS_PER_S = 20.0
 """Times a second that a process waits for memory which is on a disk."""
 SILENT_REPORTS = 3
 """Who has not told so many times in a row is silent."""
-MOST_LINKS = 400
-"""Of a report; where a rank uses more, those that carry least are left out."""
-_FIXED = struct.Struct("<BBBQQQIQddddddddddHH")
-_LINK = struct.Struct("<HQQII")
+MOST_FLOWS = 400
+"""Of a report; where a rank sends to more, those that carry least are left out."""
+_FIXED = struct.Struct("<BBQQQIQIIIIHddddddddddHH")
+_FLOW = struct.Struct("<HQQI")
 _MOST_PLACE_BYTES = 200
 STARTING = "starting"
 """Outside of the phases while no step is finished: it imports, reads data, or compiles."""
@@ -72,21 +69,19 @@ class PaceReport:
     """In each phase, without the waits in it."""
     waited_s: float
     steps_s: float
-    link_bytes: tuple[int, ...]
-    """What it has put on each link, in the order of :func:`watched_links`."""
-    lost_bytes: tuple[int, ...] = ()
-    """What of that TCP sent again as it was lost, likewise; a loss counts on all links of its path."""
-    busy_s: tuple[tuple[float, float], ...] = ()
-    """For how long its connections across each link had something under way: in all, and the one that had longest."""
+    flows: Mapping[int, Flow]
+    """By the rank that it sends to."""
     pid: int = 0
     num_faults: int = 0
     """How often one of its threads waited for memory that is on a disk."""
+    looks: Looks = NO_LOOKS
+    """Where its training thread was seen, whenever that was outside of the phases and waited for nobody."""
     place: str = ""
-    """Where its training thread is, while it is outside of the phases and waits for nobody."""
+    """Where it was seen most often since the last report, outside of what those are for;"""
+    num_at_place: int = 0
+    """and how often."""
     lacked_s: float = 0.0
     """In which one of its threads was ready to run, and had no processor."""
-    is_on_device: bool = False
-    """Whether the kernel says that the thread waits there for a disk or another device."""
     stored_s: float = 0.0
     """In which it wrote checkpoints to a disk, of its own time elsewhere."""
     num_samples: int = 0
@@ -96,44 +91,33 @@ class PaceReport:
     def encode(self) -> bytes:
         """Return it as it travels."""
         moved = [
-            (num_bytes, number, lost, *(round(1000 * one) for one in busy))
-            for number, (num_bytes, lost, busy) in enumerate(
-                zip(self.link_bytes, self.lost_bytes, self.busy_s, strict=True)
-            )
-            if num_bytes
+            (round(flow.sent_bytes), peer, round(flow.lost_bytes), round(1000 * flow.busy_s))
+            for peer, flow in self.flows.items()
         ]
-        kept = sorted(moved, reverse=True)[:MOST_LINKS]
+        kept = sorted(moved, reverse=True)[:MOST_FLOWS]
         place = self.place.encode()[:_MOST_PLACE_BYTES]
-        state = (
-            PHASES.index(self.phase),
-            self.is_waiting,
-            self.is_on_device,
-            self.num_calls,
-            self.num_steps,
-            self.num_samples,
-        )
+        state = PHASES.index(self.phase), self.is_waiting, self.num_calls, self.num_steps, self.num_samples
+        counts = self.pid, self.num_faults, *self.looks, self.num_at_place
         seconds = self.loss, self.total_s, *self.own_s, self.waited_s, self.steps_s, self.lacked_s, self.stored_s
-        fixed = _FIXED.pack(*state, self.pid, self.num_faults, *seconds, len(kept), len(place))
-        return fixed + b"".join(_LINK.pack(number, sent, *more) for sent, number, *more in kept) + place
+        fixed = _FIXED.pack(*state, *counts, *seconds, len(kept), len(place))
+        return fixed + b"".join(_FLOW.pack(peer, sent, *more) for sent, peer, *more in kept) + place
 
     @classmethod
-    def decode(cls, body: bytes, num_links: int) -> PaceReport:
+    def decode(cls, body: bytes, num_ranks: int) -> PaceReport:
         """Read one; :class:`ControlError` for what is none."""
         try:
-            (phase, is_waiting, on_device, *counts, num_kept, num_place) = _FIXED.unpack_from(body)
-            end = _FIXED.size + num_kept * _LINK.size
-            moved = list(_LINK.iter_unpack(body[_FIXED.size : end]))
+            (phase, is_waiting, *counts, num_kept, num_place) = _FIXED.unpack_from(body)
+            end = _FIXED.size + num_kept * _FLOW.size
+            moved = list(_FLOW.iter_unpack(body[_FIXED.size : end]))
         except struct.error as error:
             raise ControlError("of its pace what cannot be read") from error
-        num_calls, num_steps, num_samples, pid, num_faults, loss, *seconds = counts
+        num_calls, num_steps, num_samples, pid, num_faults, *looks, num_at_place, loss = counts[:11]
+        seconds = counts[11:]
         is_whole = len(moved) == num_kept and len(body) == end + num_place
-        if not is_whole or phase >= len(PHASES) or any(number >= num_links for number, *_ in moved):
+        if not is_whole or phase >= len(PHASES) or any(peer >= num_ranks for peer, *_ in moved):
             raise ControlError("of its pace what cannot be read")
         if not all(math.isfinite(one) and one >= 0 for one in seconds):
             raise ControlError("of its pace what cannot be")
-        sent = {number: num_bytes for number, num_bytes, *_ in moved}
-        lost = {number: num_bytes for number, _, num_bytes, *_ in moved}
-        busy_s = {number: (in_all / 1000, longest / 1000) for number, _, _, in_all, longest in moved}
         total_s, *own_s, waited_s, steps_s, lacked_s, stored_s = seconds
         return cls(
             phase=PHASES[phase],
@@ -144,32 +128,23 @@ class PaceReport:
             own_s=tuple(own_s),
             waited_s=waited_s,
             steps_s=steps_s,
-            link_bytes=tuple(sent.get(number, 0) for number in range(num_links)),
-            lost_bytes=tuple(lost.get(number, 0) for number in range(num_links)),
-            busy_s=tuple(busy_s.get(number, (0.0, 0.0)) for number in range(num_links)),
+            flows={peer: Flow(sent, lost, busy_ms / 1000) for peer, sent, lost, busy_ms in moved},
             pid=pid,
             num_faults=num_faults,
+            looks=Looks(*looks),
             place=escape_text(body[end:], max_chars=_MOST_PLACE_BYTES),
+            num_at_place=num_at_place,
             lacked_s=lacked_s,
-            is_on_device=bool(on_device),
             stored_s=stored_s,
             num_samples=num_samples,
             loss=loss,
         )
 
 
-def watched_links(topology: Topology) -> dict[DirectedLink, float]:
-    """Return each direction of a link with its rate (bytes per second; without end if unknown), alike on all ranks."""
-    both = [(DirectedLink(name, "up"), DirectedLink(name, "down")) for name, _ in topology.links()]
-    return {link: topology.bytes_per_s(link) for ways in both for link in ways}
-
-
-def take_pace(progress: Progress, statistics: FleetStatistics, topology: Topology) -> PaceReport:
+def take_pace(progress: Progress, statistics: FleetStatistics, watch: ThreadWatch) -> PaceReport:
     """Return what this rank has done until now."""
     own_s, waited_s = progress.own_s()
-    links = watched_links(topology)
-    lost = route_sums(statistics.fabric, topology, "lost_bytes")
-    is_elsewhere = progress.phase == ELSEWHERE and not progress.is_waiting
+    place, num_at_place = watch.take_place()
     return PaceReport(
         phase=progress.phase,
         is_waiting=progress.is_idle,
@@ -179,29 +154,28 @@ def take_pace(progress: Progress, statistics: FleetStatistics, topology: Topolog
         own_s=tuple(own_s.values()),
         waited_s=waited_s,
         steps_s=progress.steps_s,
-        link_bytes=tuple(statistics.link_bytes.get(link, 0) for link in links),
-        lost_bytes=tuple(lost.get(link, 0) for link in links),
-        busy_s=_busy_s(statistics, topology, links),
+        flows=_flows(statistics.fabric),
         pid=os.getpid(),
         num_faults=resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
-        place=training_place(progress.thread) if is_elsewhere else "",
+        looks=watch.looks,
+        place=place,
+        num_at_place=num_at_place,
         lacked_s=progress.shortage.seconds(),
-        is_on_device=is_elsewhere and is_on_device(progress.thread),
         stored_s=progress.stored_until_now_s,
         num_samples=progress.num_samples,
         loss=progress.loss,
     )
 
 
-def _busy_s(
-    statistics: FleetStatistics, topology: Topology, links: Mapping[DirectedLink, float]
-) -> tuple[tuple[float, float], ...]:
-    across: defaultdict[DirectedLink, list[float]] = defaultdict(list)
-    for one in statistics.fabric.connections:
-        if one.busy_s:
-            for link in topology.route(statistics.fabric.rank, one.peer):
-                across[link].append(one.busy_s)
-    return tuple((sum(across[link]), max(across[link], default=0.0)) for link in links)
+def _flows(fabric: FabricStatistics) -> dict[int, Flow]:
+    """Return what was sent to each peer; its connections are busy together, so the longest counts."""
+    found: dict[int, Flow] = {}
+    for one in fabric.connections:
+        if one.sent_bytes:
+            flow = found.get(one.peer, Flow(0, 0, 0.0))
+            busy_s = max(flow.busy_s, one.busy_s)
+            found[one.peer] = Flow(flow.sent_bytes + one.sent_bytes, flow.lost_bytes + one.lost_bytes, busy_s)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,15 +185,13 @@ class Share:
     own: Mapping[str, float]
     waited: float
     lacked: float
-    link_bytes_per_s: tuple[float, ...]
-    lost_bytes_per_s: tuple[float, ...]
-    busy: tuple[tuple[float, float], ...]
+    flows: Mapping[int, Flow]
+    """Of a second, by the rank that it sends to."""
     faults_per_s: float
     stored: float
-    places: tuple[str, ...]
-    """Where its training thread was seen, whenever that was outside of the phases."""
-    num_on_device: int
-    """How often it waited for a disk or another device there."""
+    looks: Looks
+    places: Mapping[str, int]
+    """Where its training thread was seen outside of the phases, and how often."""
 
     @property
     def worked(self) -> float:
@@ -243,7 +215,7 @@ class Lookout:
         behind_s: float,
         now_s: float,
     ) -> None:
-        self._rates = watched_links(topology)
+        self._topology = topology
         self._describe = describe
         self._examine = examine
         self._behind_s = behind_s
@@ -252,6 +224,7 @@ class Lookout:
         self._step_s = now_s
         self._next_behind_s = behind_s
         self._candidate = self._named = ""
+        self._bad_links: tuple[str, ...] = ()
         self._began_s = now_s
         self._said: deque[str] = deque(maxlen=NUM_KEPT_LINES)
 
@@ -292,7 +265,7 @@ class Lookout:
             if found:
                 said.append(text)
             elif now_s - self._step_s < WINDOW_S:
-                said.append(f"{self._named} holds nobody up any more")
+                said.append(f"{self._named} {_hold(self._named)} nobody up any more")
             self._named = found
         self._candidate = found
         self._said.extend(said)
@@ -301,35 +274,44 @@ class Lookout:
     def view(self, now_s: float) -> dict[str, Any]:
         """Return what is known of all ranks now, over the last seconds, as JSON has it; what is not known is None."""
         ranks = [self._view_rank(rank, heard, now_s) for rank, heard in sorted(self._heard.items())]
-        moved = [sum(each) for each in zip(*(one.pop("links") for one in ranks), strict=True)]
-        lost = [sum(each) for each in zip(*(one.pop("lost") for one in ranks), strict=True)]
-        links = [
-            {"link": str(link), "rate": rate, "use": sent / rate, "lost": gone / sent if sent else 0.0}
-            for (link, rate), sent, gone in zip(self._rates.items(), moved, lost, strict=bool(ranks))
-            if math.isfinite(rate)
-        ]
+        flows = {(rank, peer): flow for rank, one in self._heard.items() for peer, flow in self._view_flows(one)}
+        crossing = flows_on_links(flows, self._topology)
+        links: list[dict[str, Any]] = []
+        for link, rate in watched_links(self._topology).items():
+            sent = sum(flows[pair].sent_bytes for pair in crossing.get(link, ()))
+            lost = sum(flows[pair].lost_bytes for pair in crossing.get(link, ()))
+            if ranks and math.isfinite(rate):
+                told = {"link": str(link), "rate": rate, "use": sent / rate, "lost": lost / sent if sent else 0.0}
+                links.append(told)
         links.sort(key=lambda link: -link["use"])
         return {"seconds": now_s - self._began_s, "ranks": ranks, "links": links, "said": list(self._said)}
 
-    def _view_rank(self, rank: int, heard: Sequence[tuple[float, PaceReport]], now_s: float) -> dict[str, Any]:
+    @staticmethod
+    def _window(heard: Sequence[tuple[float, PaceReport]]) -> tuple[PaceReport, PaceReport, float]:
+        """Return the first and the last report of the last window, and what makes a second of it."""
         end_s, last = heard[-1]
         first = next(report for at_s, report in heard if at_s >= end_s - WINDOW_S - REPORT_S)
         seconds = last.total_s - first.total_s
-        per_s = 1 / seconds if seconds > 0 else 0.0
+        return first, last, 1 / seconds if seconds > 0 else 0.0
+
+    def _view_flows(self, heard: Sequence[tuple[float, PaceReport]]) -> Iterable[tuple[int, Flow]]:
+        first, last, per_s = self._window(heard)
+        return _flows_between(first, last, per_s).items()
+
+    def _view_rank(self, rank: int, heard: Sequence[tuple[float, PaceReport]], now_s: float) -> dict[str, Any]:
+        first, last, per_s = self._window(heard)
         return {
             "rank": rank,
             "name": self._describe(rank),
             "phase": last.phase if last.num_steps or last.phase != ELSEWHERE else STARTING,
             "is_waiting": last.is_waiting,
-            "silent_s": now_s - end_s,
+            "silent_s": now_s - heard[-1][0],
             "steps": last.num_steps,
             "steps_per_s": (last.num_steps - first.num_steps) * per_s,
             "samples_per_s": (last.num_samples - first.num_samples) * per_s if last.num_samples else None,
             "loss": last.loss if math.isfinite(last.loss) else None,
             "waited": (last.waited_s - first.waited_s) * per_s,
             "lacked": (last.lacked_s - first.lacked_s) * per_s,
-            "links": [(b - a) * per_s for a, b in zip(first.link_bytes, last.link_bytes, strict=True)],
-            "lost": [(b - a) * per_s for a, b in zip(first.lost_bytes, last.lost_bytes, strict=True)],
         }
 
     def _behind(self, now_s: float) -> str:
@@ -388,22 +370,22 @@ class Lookout:
         if seconds <= 0:
             return None
         spent = zip(PHASES, last.own_s, first.own_s, strict=True)
-        moved = zip(last.link_bytes, first.link_bytes, strict=True)
-        lost = zip(last.lost_bytes, first.lost_bytes, strict=True)
+        own = {phase: (later - earlier) / seconds for phase, later, earlier in spent}
+        looks = Looks(*(later - earlier for later, earlier in zip(last.looks, first.looks, strict=True)))
+        if not last.own_s[PHASES.index(FORWARD)]:
+            own, looks = _divided(own, looks)
+        places: Counter[str] = Counter()
+        for _, report in heard[start + 1 :]:
+            places[report.place] += report.num_at_place
         return Share(
-            own={phase: (later - earlier) / seconds for phase, later, earlier in spent},
+            own=own,
             waited=(last.waited_s - first.waited_s) / seconds,
             lacked=(last.lacked_s - first.lacked_s) / seconds,
-            link_bytes_per_s=tuple((later - earlier) / seconds for later, earlier in moved),
-            lost_bytes_per_s=tuple((later - earlier) / seconds for later, earlier in lost),
-            busy=tuple(
-                (max(0.0, later[0] - earlier[0]) / seconds, max(0.0, later[1] - earlier[1]) / seconds)
-                for later, earlier in zip(last.busy_s, first.busy_s, strict=True)
-            ),
+            flows=_flows_between(first, last, 1 / seconds),
             faults_per_s=(last.num_faults - first.num_faults) / seconds,
             stored=(last.stored_s - first.stored_s) / seconds,
-            places=tuple(report.place for _, report in heard[start + 1 :] if report.place),
-            num_on_device=sum(report.is_on_device for _, report in heard[start + 1 :]),
+            looks=looks,
+            places=places,
         )
 
     def _holding_up(self, now_s: float) -> tuple[str, str]:
@@ -430,7 +412,7 @@ class Lookout:
             why = self._reason(shares[slow], others) + _shortage(shares[slow], others, cost)
             why += _storing(shares[slow], others, cost) + _swapping(shares[slow], others)
             return name, f"{name} holds the others up ({waits}): {why}"
-        return self._bad_link(list(shares.values()))
+        return self._bad_link(shares)
 
     def _reason(self, slow: Share, others: Sequence[Share]) -> str:
         usual = {phase: median(share.own[phase] for share in others) for phase in PHASES}
@@ -438,66 +420,57 @@ class Lookout:
         computing = [phase for phase in (FORWARD, BACKWARD, STEP) if usual[phase] > 0]
         ratios = ", ".join(f"{phase} {slow.own[phase] / usual[phase]:.1f} x" for phase in computing)
         apart_part = excess[ELSEWHERE] / sum(excess.values())
-        if FORWARD not in computing:  # what a group sees of computing tells of what it does not see
-            theirs = sum(usual[phase] for phase in computing)
-            is_slower = sum(slow.own[phase] for phase in computing) >= 1.5 * theirs > 0
-            apart_part *= not (is_slower and apart_part < 0.9)
         if apart_part < 0.3:
             return f"it computes slower than they do ({ratios})"
         parts = slow.own[ELSEWHERE], usual[ELSEWHERE]
-        apart = f"{parts[0]:.0%} of its time is outside of {self._phases()}, and {parts[1]:.0%} of theirs"
+        phases = "forward, backward and step" if FORWARD in computing else "backward and step"
+        apart = f"{parts[0]:.0%} of its time is outside of {phases}, and {parts[1]:.0%} of theirs"
         if apart_part < 0.7:
             return f"{apart}, and it computes slower ({ratios})"
-        (place, seen), *_ = Counter(slow.places).most_common(1) or [("", 0)]
+        place = max(slow.places, key=lambda one: slow.places[one], default="")
         if place:
-            return f"{apart}; at {seen} of {len(slow.places)} looks it was {place}"
+            return f"{apart}; at {slow.places[place]} of {slow.looks.num_looks} looks it was {place}"
         return f"{apart}; its input is late, or it does other work there" if FORWARD in computing else apart
 
-    def _bad_link(self, shares: Sequence[Share]) -> tuple[str, str]:
-        """Return the link that is full, or else the one that loses what is sent on it, while ranks wait."""
-        waited = median(share.waited for share in shares)
-        sent = [sum(each) for each in zip(*(share.link_bytes_per_s for share in shares), strict=True)]
-        gone = [sum(each) for each in zip(*(share.lost_bytes_per_s for share in shares), strict=True)]
-        used = {link: bytes_per_s / rate for (link, rate), bytes_per_s in zip(self._rates.items(), sent, strict=True)}
-        lost = {link: gone / max(one, 1.0) for link, one, gone in zip(self._rates, sent, gone, strict=True)}
-        if waited < LEAST_WAIT or not used:
-            return "", ""
-        fullest = max(used, key=lambda link: used[link])
-        if used[fullest] >= max(LEAST_USE, 0.8 * waited):
-            also = f", {lost[fullest]:.0%} of what is sent there is lost" if lost[fullest] >= LEAST_LOST else ""
-            name = f"the link of {fullest}"
-            moves = f"{used[fullest]:.0%} of {format_rate(self._rates[fullest])} is used{also}"
-            return name, f"{name} holds the ranks up: {moves}, and they wait {waited:.0%} of the time"
-        worst = max(lost.values())
-        if worst < LEAST_LOST:
-            return self._slow_link(shares, sent, waited)
-        # What lost something counts on its whole path; the link at fault has the largest part, with those whose all
-        # traffic crosses it too.
-        names = [str(link) for link, part in lost.items() if part >= 0.8 * worst]
-        name = f"the link{'s' * (len(names) > 1)} of {' and '.join(names[:3])}"
-        what = f"{worst:.1%} of what is sent there is lost, and sent again"
-        return name, f"{name} hold{'s' * (len(names) < 2)} the ranks up: {what}; they wait {waited:.0%} of the time"
+    def _bad_link(self, shares: Mapping[int, Share]) -> tuple[str, str]:
+        """Return the links that hold ranks up; who was named stays named while it is among them."""
+        flows = {(rank, peer): flow for rank, share in shares.items() for peer, flow in share.flows.items()}
+        links, how = find_bad_links(flows, self._topology, median(share.waited for share in shares.values()))
+        if set(links) & set(self._bad_links):
+            if _name_of(self._bad_links) == self._named:
+                links = self._bad_links
+            elif _name_of(self._bad_links) == self._candidate:
+                self._candidate = _name_of(links)
+        self._bad_links = links
+        name = _name_of(links) if links else ""
+        return name, f"{name} {_hold(name)} the ranks up: {how}" if links else ""
 
-    def _slow_link(self, shares: Sequence[Share], sent: Sequence[float], waited: float) -> tuple[str, str]:
-        """Return the link that is far below its rate though something is under way there for as long as ranks wait."""
-        in_all, found = {}, {}
-        for place, (link, rate) in enumerate(self._rates.items()):
-            longest = min(1.0, max(share.busy[place][1] for share in shares))
-            in_all[link] = sum(share.busy[place][0] for share in shares)
-            if math.isfinite(rate) and longest >= 0.8 * waited and sent[place] <= MOST_SLOW_PART * longest * rate:
-                found[link] = longest, sent[place] / longest, rate
-        if not found:
-            return "", ""
-        # A path has several links; that at fault has been busy for most of its connections.
-        most = max(in_all[link] for link in found)
-        names = [link for link in found if in_all[link] >= 0.8 * most]
-        longest, carried, rate = found[max(names, key=in_all.__getitem__)]
-        name = f"the link{'s' * (len(names) > 1)} of {' and '.join(map(str, names[:3]))}"
-        what = (
-            f"messages were under way there for {longest:.0%} of the time, at {format_rate(carried)} of "
-            f"{format_rate(rate)}"
-        )
-        return name, f"{name} hold{'s' * (len(names) < 2)} the ranks up: {what}; they wait {waited:.0%} of the time"
+
+def _name_of(links: Sequence[str]) -> str:
+    return f"the link{'s' * (len(links) > 1)} of {' and '.join(links)}"
+
+
+def _hold(name: str) -> str:
+    return "hold" if name.startswith("the links") else "holds"
+
+
+def _divided(own: Mapping[str, float], looks: Looks) -> tuple[dict[str, float], Looks]:
+    """Divide the time elsewhere by what was seen there, where nobody says when a forward pass begins."""
+    if not looks.num_looks:
+        return dict(own), looks
+    parts = {FORWARD: looks.num_forward / looks.num_looks, BACKWARD: looks.num_backward / looks.num_looks}
+    moved = {phase: part * own[ELSEWHERE] for phase, part in parts.items()}
+    left = own[ELSEWHERE] - sum(moved.values())
+    divided = {phase: own[phase] + moved.get(phase, 0.0) for phase in own} | {ELSEWHERE: left}
+    return divided, looks._replace(num_looks=looks.num_apart, num_forward=0, num_backward=0)
+
+
+def _flows_between(first: PaceReport, last: PaceReport, per_s: float) -> dict[int, Flow]:
+    found = {}
+    for peer, flow in last.flows.items():
+        before = first.flows.get(peer, Flow(0, 0, 0.0))
+        found[peer] = Flow(*(max(0.0, later - earlier) * per_s for later, earlier in zip(flow, before, strict=True)))
+    return found
 
 
 def report_interval_s(num_ranks: int) -> float:
@@ -521,8 +494,9 @@ def _storing(slow: Share, others: Sequence[Share], cost: float) -> str:
     usual, said = median(share.stored for share in others), ""
     if slow.stored - usual >= cost / 2:
         said = f"; for {slow.stored:.0%} of the time it wrote a checkpoint to its disk, {usual:.0%} of theirs"
-    if slow.num_on_device > max(1, *(share.num_on_device for share in others)):
-        said += f"; at {slow.num_on_device} of {len(slow.places)} looks it waited for a disk or another device"
+    on_device, usually = slow.looks.num_on_device, max(share.looks.num_on_device for share in others)
+    if on_device > max(LEAST_ON_DEVICE * slow.looks.num_looks, usually):
+        said += f"; at {on_device} of {slow.looks.num_looks} looks it waited for a disk or another device"
     return said
 
 

@@ -26,14 +26,16 @@ from syncline.runtime import control
 from syncline.runtime.control import ControlError, ControlKind
 from syncline.runtime.flight_recorder import FlightRecorder
 from syncline.runtime.live import write_view
-from syncline.runtime.lookout import Lookout, PaceReport, report_interval_s, take_pace, watched_links
+from syncline.runtime.lookout import Lookout, PaceReport, report_interval_s, take_pace
 from syncline.runtime.loop import CommunicationLoop
 from syncline.runtime.statistics import FleetStatistics
-from syncline.runtime.whereabouts import process_namespace, process_state, thread_stacks
+from syncline.runtime.whereabouts import ThreadWatch, process_namespace, process_state, thread_stacks
 from syncline.topology import Topology
 
 ANSWER_S = 4.0
 """How long rank 0 waits for answers once all ranks have recorded."""
+LOOK_S = 0.25
+"""Between two looks at where the training thread is."""
 MOST_SECONDS = 60.0
 MOST_EVENTS = 2500
 """Of a rank's answer, the last ones: that many take some 19 ms to encode."""
@@ -65,6 +67,7 @@ class Watching:
         self._take = take
         self._is_over = is_over
         self._progress = fabric.progress
+        self._thread = ThreadWatch(fabric.progress)
         self._lookout: Lookout | None = None
         self._live = ""
         self._hearing = False
@@ -82,14 +85,15 @@ class Watching:
             now_s, limit_s = self._loop.clock.time(), behind_s if self._fabric.rank == 0 else math.inf
             describe = self._fabric.describe_peer
             self._lookout = Lookout(self._topology, describe, self._describe_silent, behind_s=limit_s, now_s=now_s)
+        self._look()
         self._tell_pace()
 
     def hear(self, peer: int, kind: ControlKind, number: int, body: bytes) -> None:
         """Take what another rank tells of this; :class:`ControlError` for what it may not."""
         if kind is ControlKind.PACE:
             if self._lookout is not None:
-                links = watched_links(self._topology)
-                self._lookout.hear(peer, PaceReport.decode(body, len(links)), self._loop.clock.time())
+                report = PaceReport.decode(body, self._fabric.world_size)
+                self._lookout.hear(peer, report, self._loop.clock.time())
         elif kind is ControlKind.ANSWER:
             self._take_answer(peer, number, body)
         elif peer != 0:
@@ -155,10 +159,15 @@ class Watching:
 
     # --- the pace ---
 
+    def _look(self) -> None:
+        if not self._is_over() and self._progress.watcher is self:
+            self._thread.look()
+            self._loop.clock.call_later(LOOK_S, self._look)
+
     def _tell_pace(self) -> None:
         if self._is_over() or self._progress.watcher is not self:
             return
-        report = take_pace(self._progress, self._take(), self._topology)
+        report = take_pace(self._progress, self._take(), self._thread)
         self.count()
         now_s, rank = self._loop.clock.time(), self._fabric.rank
         if self._lookout is not None:

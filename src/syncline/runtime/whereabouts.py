@@ -10,12 +10,15 @@ import gc
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+
+from syncline.fabric.progress import BACKWARD, ELSEWHERE, FORWARD, Progress
 
 MOST_FRAMES, MOST_THREADS = 40, 24
 _LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
@@ -109,15 +112,82 @@ def stack_of(frame: FrameType | None) -> list[str]:
     return [f"{one.f_code.co_qualname} ({one.f_code.co_filename}:{one.f_lineno})" for one in calls]
 
 
-def training_place(thread: int | None) -> str:
-    """Say where a thread is: in a data loader, in the innermost call of the program's own code, and what that calls.
+class Looks(NamedTuple):
+    """How often a training thread was looked at outside of the phases, and what it was seen in."""
+
+    num_looks: int = 0
+    num_forward: int = 0
+    """In a module of torch, or in one that is made of these;"""
+    num_backward: int = 0
+    """and in autograd."""
+    num_on_device: int = 0
+    """The kernel said that it waited for a disk or another device."""
+
+    @property
+    def num_apart(self) -> int:
+        """How often it was in neither."""
+        return self.num_looks - self.num_forward - self.num_backward
+
+
+NO_LOOKS = Looks()
+
+
+class ThreadWatch:
+    """Looks at the training thread of this process several times a second, from another thread.
+
+    >>> watch = ThreadWatch(Progress())
+    >>> watch.look()
+    >>> watch.looks.num_looks, watch.take_place()[1]
+    (1, 1)
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._places: Counter[str] = Counter()
+        self.looks = NO_LOOKS
+        """Since the start."""
+
+    def look(self) -> None:
+        """Take note of where the thread is, if it is outside of the phases and waits for nobody."""
+        progress = self._progress
+        if progress.phase != ELSEWHERE or progress.is_waiting:
+            return
+        phase, place = training_place(progress.thread)
+        seen = 1, phase == FORWARD, phase == BACKWARD, is_on_device(progress.thread)
+        self.looks = Looks(*(before + now for before, now in zip(self.looks, seen, strict=True)))
+        if place and (not phase or progress.phase_s[FORWARD]):
+            self._places[place] += 1
+
+    def take_place(self) -> tuple[str, int]:
+        """Return where it was seen most often since this was asked last, and how often.
+
+        Where nobody says when a forward pass begins, what is seen to compute is left out.
+        """
+        place, num_seen = max(self._places.items(), key=lambda one: one[1], default=("", 0))
+        self._places.clear()
+        return place, num_seen
+
+
+def training_place(thread: int | None) -> tuple[str, str]:
+    """Say in which phase a thread is seen, if in any, and where.
+
+    That is in a data loader, in the innermost call of the program's own code, and what that calls.
 
     >>> training_place(None)
-    ''
+    ('', '')
     """
     stack = look_at_frames(lambda frames: list(_outwards(frames.get(thread or 0))))
-    if not stack:
-        return ""
+    return (_phase_of(stack), _place_of(stack)) if stack else ("", "")
+
+
+def _phase_of(stack: Sequence[FrameType]) -> str:
+    paths = [one.f_code.co_filename for one in stack]
+    if any("torch/autograd/" in path for path in paths):
+        return BACKWARD
+    return FORWARD if any("torch/nn/" in path for path in paths) else ""
+
+
+def _place_of(stack: Sequence[FrameType]) -> str:
     own = next((one for one in stack if not _is_of_library(one.f_code.co_filename)), stack[0])
     place = f"in {own.f_code.co_qualname} ({Path(own.f_code.co_filename).name}:{own.f_lineno})"
     if any(one.f_code.co_filename.endswith("torch/utils/data/dataloader.py") for one in stack[: stack.index(own)]):
