@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -24,7 +25,7 @@ from syncline.schedule.bound import Branch, branch_of
 from syncline.schedule.collective import Collective
 from syncline.schedule.draft import Draft, lowest_terms
 from syncline.schedule.in_trees import draft_with_owners, weights_of_shares
-from syncline.schedule.step_flow import STEP, solve_step_flow
+from syncline.schedule.step_flow import STEP, StepFlow, solve_step_flow
 from syncline.schedule.step_prediction import Pair
 from syncline.schedule.traffic import Floats, shares
 from syncline.schedule.transfers import IntArray, Transfers
@@ -38,23 +39,54 @@ Own = tuple[list[int], IntArray]
 """Cuts of [0, denominator), and the owner of each range."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LevelExchange:
-    """What the children of a parent do: who owns each atom, of which size, and the rows of each half's trees."""
+    """What the children of a parent do: how much each owns, and each half's trees, which are drawn when asked for."""
 
-    owners: IntArray
-    sizes: tuple[int, ...]
-    halves: tuple[Transfers, ...]
-    """Each as a reduce-scatter among the children."""
-    seconds: tuple[float, ...]
-    moved: tuple[tuple[Floats, Floats], ...]
-    """What each child sends and receives in each half."""
+    star: Topology
+    weights: tuple[int, ...]
+    flow: StepFlow
+    num_atoms: int
 
     @property
     def parts(self) -> list[float]:
         """The part of each child."""
-        counted = np.bincount(self.owners, self.sizes, len(self.moved[0][0])) / sum(self.sizes)
-        return [float(part) for part in counted]
+        return [weight / sum(self.weights) for weight in self.weights]
+
+    @cached_property
+    def _drafts(self) -> list[Draft]:
+        owners = tuple(enumerate(self.weights))
+        return [
+            draft_with_owners(self.star, half, owners, num_atoms=self.num_atoms, flow=part)
+            for half, part in zip(STEP, self.flow.halves, strict=True)
+        ]
+
+    @property
+    def owners(self) -> IntArray:
+        """The child that owns each atom."""
+        owners: IntArray = self._drafts[0].owners[0]
+        return owners
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The size of each atom."""
+        return [stop - start for start, stop in pairwise(self._drafts[0].cuts)]
+
+    @cached_property
+    def halves(self) -> tuple[Transfers, ...]:
+        """The rows of each half, each as a reduce-scatter among the children."""
+        scatter, gather = self._drafts
+        return scatter.transfers, gather.transfers.reversed()
+
+    @cached_property
+    def moved(self) -> list[tuple[Floats, Floats]]:
+        """What each child sends and receives in each half."""
+        scatter, gather = self._drafts
+        count = len(self.weights)
+        return [
+            (_sums(half.src, moved, count), _sums(half.dst, moved, count))
+            for half, moved in zip(self.halves, (shares(scatter), shares(gather)[::-1]), strict=True)
+        ]
 
 
 class LevelledStep:
@@ -74,8 +106,8 @@ class LevelledStep:
         for _ in range(2):
             self._exchanges.clear()
             self._solve(self._tree, 1.0, ((0.0, 0.0),) * len(STEP))
-            times = [exchange.seconds for exchange in self._exchanges.values()]
-            self._least_s = tuple(max(each) for each in zip(*times, strict=True))
+            halves = zip(*(exchange.flow.halves for exchange in self._exchanges.values()), strict=True)
+            self._least_s = tuple(max(half.seconds for half in each) for each in halves)
 
     @property
     def seconds(self) -> float:
@@ -125,10 +157,6 @@ class LevelledStep:
     def _solve(self, branch: Branch, owned: float, through: Through) -> None:
         """Find the exchange of each parent from the top down; ``owned`` is the share of all that is below."""
         children = branch.children
-        if len(children) < 2:
-            for child in children:
-                self._solve(child, owned, through)
-            return
         most = [min(1.0, self._room[id(child)] / owned) if owned > 0 else 1.0 for child in children]
         spare = sum(most)
         most = [part / min(1.0, spare) for part in most]  # rounded above, there may be a little too little room
@@ -139,6 +167,8 @@ class LevelledStep:
             self._solved[key] = self._exchange(rates, most, through)
         exchange = self._exchanges[id(branch)] = self._solved[key]
         for number, (child, part) in enumerate(zip(children, exchange.parts, strict=True)):
+            if not child.children:
+                continue
             above = tuple(
                 (float(sent[number]) + part * more[0], float(received[number]) + part * more[1])
                 for (sent, received), more in zip(exchange.moved, through, strict=True)
@@ -149,24 +179,7 @@ class LevelledStep:
         star = _star(rates)
         flow = solve_step_flow(star, [(0.0, part) for part in most], through=through, least_s=self._least_s)
         weights = weights_of_shares(flow.shares, most)
-        num_atoms = self._atoms_per_child * len(rates)
-        drafts = [
-            draft_with_owners(star, half, tuple(enumerate(weights)), num_atoms=num_atoms, flow=part)
-            for half, part in zip(STEP, flow.halves, strict=True)
-        ]
-        rows = (drafts[0].transfers, drafts[1].transfers.reversed())
-        sizes = shares(drafts[0]), shares(drafts[1])[::-1]
-        count = len(rates)
-        return LevelExchange(
-            owners=drafts[0].owners[0],
-            sizes=tuple(stop - start for start, stop in pairwise(drafts[0].cuts)),
-            halves=rows,
-            seconds=tuple(half.seconds for half in flow.halves),
-            moved=tuple(
-                (_sums(half.src, moved, count), _sums(half.dst, moved, count))
-                for half, moved in zip(rows, sizes, strict=True)
-            ),
-        )
+        return LevelExchange(star=star, weights=tuple(weights), flow=flow, num_atoms=self._atoms_per_child * len(rates))
 
     def _denominator(self, branch: Branch) -> int:
         below = math.lcm(*{self._denominator(child) for child in branch.children}) if branch.children else 1
@@ -199,8 +212,6 @@ class LevelledStep:
             return [0, denominator], np.array(branch.ranks, dtype=np.int32)
         begun = len(levels)
         below = [self._divide(child, denominator, levels) for child in branch.children]
-        if len(below) == 1:
-            return below[0]
         exchange = self._exchanges[id(branch)]
         cuts = sorted(set().union(*(part[0] for part in below)))
         place = dict(zip(cuts, range(len(cuts)), strict=True))
@@ -248,8 +259,14 @@ def _star(rates: Sequence[tuple[float, float]]) -> Topology:
 
 
 def _grouped(branch: Branch) -> Branch:
-    """Return the tree with the children of wide parents in groups of about as many as there are groups."""
+    """Return the tree with the children of wide parents in groups of about as many as there are groups.
+
+    Whoever has one child is one with it.
+    """
     children = tuple(map(_grouped, branch.children))
+    if len(children) == 1:
+        (only,) = children
+        return replace(only, up=min(branch.up, only.up), down=min(branch.down, only.down))
     if len(children) > _MOST_CHILDREN:
         size = math.ceil(math.sqrt(len(children)))
         children = tuple(_group(children[start : start + size]) for start in range(0, len(children), size))

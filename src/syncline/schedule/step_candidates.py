@@ -157,11 +157,16 @@ class _Search:
         begin = 0
         if capped and self._least_s(capped[0]) > allowed_s:
             begin = bisect.bisect_left(capped, True, key=lambda each: self._least_s(each) <= allowed_s)
-        for each in capped[begin:]:
-            found = self.fastest(each)
-            if found[0][1].time_s <= allowed_s:
-                return found
-        return best
+        found = dict[int, list[Candidate]]()
+
+        def is_allowed(place: int) -> bool:
+            found[place] = self.fastest(capped[place])
+            return found[place][0][1].time_s <= allowed_s
+
+        least = begin  # most often; else times fall with higher caps, but for some that do not matter
+        if begin < len(capped) and not is_allowed(begin):
+            least = bisect.bisect_left(range(len(capped)), True, lo=begin + 1, key=is_allowed)
+        return found[least] if least < len(capped) else best
 
     def exact(self, portions: Sequence[float]) -> list[Candidate]:
         """Return all in which each rank owns just that, the fastest first."""
