@@ -5,6 +5,7 @@ import pytest
 from syncline.runtime.plans import Plans, plan_best
 from syncline.schedule import UNOWNED, Collective, lower_bound, predict
 from syncline.schedule.cost import predicted_slice_bytes
+from syncline.schedule.planners import draft_all
 from syncline.topology import Topology
 
 
@@ -53,9 +54,32 @@ def test_layouts_and_schedules_are_made_once():
     assert plans.layout(schedule, 10, 4) is not first
 
 
+def test_other_sizes_are_chosen_among_the_same_drafts(monkeypatch):
+    drafted = []
+
+    def draft(*arguments, **settings):
+        drafted.append(settings["root"])
+        return draft_all(*arguments, **settings)
+
+    monkeypatch.setattr("syncline.runtime.plans.draft_all", draft)
+    topology = Topology.load("three-racks-uneven-uplinks")
+    plans = Plans(topology, slice_bytes=None)
+    sizes = (8, 1 << 12, 1 << 22, 1 << 26)
+    for collective in (Collective.ALL_REDUCE, Collective.BROADCAST):
+        for num_bytes in sizes:
+            found, alone = plans.schedule(collective, num_bytes), best(topology, collective, num_bytes)
+            assert (found.digest, found.planner) == (alone.digest, alone.planner)
+    assert len(drafted) == 2
+    assert plans.schedule(Collective.ALL_REDUCE, 1 << 27) is plans.schedule(Collective.ALL_REDUCE, 1 << 26)
+    assert len(drafted) == 2, "and proved once"
+    for root in (1, 2, 0):
+        plans.schedule(Collective.BROADCAST, 1 << 16, root=root)
+    assert drafted[2:] == [1, 2, 0], "two are kept"
+
+
 def test_slices_are_large_where_no_link_has_a_rate():
     topologies = Topology.flat(4), Topology.flat(4, rate=1e9)
-    within_machine, between = (Plans(topology, plan_best, slice_bytes=1 << 20) for topology in topologies)
+    within_machine, between = (Plans(topology, slice_bytes=1 << 20) for topology in topologies)
     for num_bytes, num_slices in ((1 << 20, 1), (4 << 20, 4), (16 << 20, 4), (64 << 20, 16)):
         schedule = within_machine.schedule(Collective.ALL_REDUCE, num_bytes)
         assert len(within_machine.layout(schedule, num_bytes // 4, 4).slices) == num_slices
@@ -67,7 +91,7 @@ def test_slices_are_large_where_no_link_has_a_rate():
 
 def test_buckets_are_cut_in_two_where_no_link_has_a_rate_and_no_message_is_longer_than_a_copy_wants():
     topologies = Topology.flat(2), Topology.flat(4), Topology.flat(4, rate=1e9)
-    two, four, between = (Plans(topology, plan_best, slice_bytes=None) for topology in topologies)
+    two, four, between = (Plans(topology, slice_bytes=None) for topology in topologies)
     sizes = (256 << 10, 1 << 20, 4 << 20, 64 << 20)
     assert [two.bucket_slice_bytes(size) for size in sizes] == [512 << 10, 512 << 10, 2 << 20, 2 << 20]
     assert [four.bucket_slice_bytes(size) for size in sizes] == [512 << 10, 512 << 10, 2 << 20, 4 << 20]
@@ -76,7 +100,7 @@ def test_buckets_are_cut_in_two_where_no_link_has_a_rate_and_no_message_is_longe
 
 def test_slices_follow_what_the_links_reduce_and_the_number_of_ranks():
     def sizes(topology):
-        plans = Plans(topology, plan_best, slice_bytes=None)
+        plans = Plans(topology, slice_bytes=None)
         return plans.slice_bytes, plans.inflight_bytes
 
     assert sizes(Topology.load("two-racks-5-3")) == (500_000, 2_000_000), "25 MB/s for 20 ms"
@@ -90,7 +114,7 @@ def test_slices_follow_what_the_links_reduce_and_the_number_of_ranks():
 
 
 def test_the_first_and_the_last_slices_are_small():
-    plans = Plans(Topology.flat(4, rate=1e9), plan_best, slice_bytes=1 << 20)
+    plans = Plans(Topology.flat(4, rate=1e9), slice_bytes=1 << 20)
     schedule = plans.schedule(Collective.ALL_REDUCE, 16 << 20)
     layout = plans.layout(schedule, 4 << 20, 4)
     sizes = [4 * (offsets[-1] - offsets[0]) for offsets in layout.slices]

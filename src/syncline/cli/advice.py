@@ -28,7 +28,7 @@ from syncline.priorities.forward_timing import (
     predict_forward,
 )
 from syncline.priorities.settings import Priorities
-from syncline.runtime.plans import Plans, plan_best
+from syncline.runtime.plans import Plans
 from syncline.schedule import Collective, CostModel, Prediction, lower_bound, with_gateways_chosen
 from syncline.schedule.cost import predicted_slice_bytes
 from syncline.schedule.step_candidates import compare_caps, draft_sharded_steps
@@ -168,7 +168,7 @@ class Advice:
 
     @cached_property
     def _backlog_bytes(self) -> int:
-        return Plans(self.topology, plan_best, slice_bytes=None).inflight_bytes
+        return Plans(self.topology, slice_bytes=None).inflight_bytes
 
     def _coded(self, topology: Topology, rule: str, shares: tuple[float, ...] | None) -> Iterator[Moves]:
         from syncline.updates.compression import choose_sites, crossing_bytes, time_with_codes_s

@@ -12,7 +12,7 @@ from rich.table import Table
 from syncline.priorities.class_search import divide_by_proportions, search_classes
 from syncline.priorities.forward_timing import ForwardPrediction, ForwardProfile, assumed_issue_s, predict_forward
 from syncline.priorities.settings import Priorities
-from syncline.runtime.plans import Plans, plan_best
+from syncline.runtime.plans import Plans
 from syncline.schedule import Collective, predict
 from syncline.topology import Topology
 from syncline.units import format_duration, format_rate, format_size
@@ -42,7 +42,7 @@ def plan_classes(
     """
     priorities = topology.priorities or Priorities()
     total = max(1, sum(num_bytes))
-    plans = Plans(topology, plan_best, slice_bytes=None)
+    plans = Plans(topology, slice_bytes=None)
     schedule = plans.schedule(Collective.ALL_GATHER, total)
     bytes_per_s = total / max(predict(schedule, topology, total, plans.slice_bytes).time_s, 1e-9)
     profile = ForwardProfile(

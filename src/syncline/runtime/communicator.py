@@ -22,7 +22,7 @@ from syncline.runtime.failures import CRASH, LOSSES, PEER_LOST, reason_of
 from syncline.runtime.flight_recorder import FlightRecorder
 from syncline.runtime.group import GroupFabric, place_in_job
 from syncline.runtime.loop import CommunicationLoop
-from syncline.runtime.plans import Planner, Plans, Target, plan_best
+from syncline.runtime.plans import Planner, Plans, Target
 from syncline.runtime.port import Port
 from syncline.runtime.reduction import Reduction, numpy_reduction
 from syncline.runtime.relay import Relay
@@ -66,7 +66,7 @@ class Communicator:
         topology: Topology,
         *,
         trace: Trace | None = None,
-        planner: Planner = plan_best,
+        planner: Planner | None = None,
         slice_bytes: int | None = None,
         max_inflight_bytes: int | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,

@@ -24,22 +24,16 @@ def draw_exchanges(exchanges: Iterable[Exchange], cuts: Sequence[int], *, ring_a
 def _draw(exchange: Exchange, index: Mapping[int, int], *, in_ring: bool) -> Transfers:
     num_intervals, degree = exchange.holders.shape
     bounds = np.array([index[bound] for bound in exchange.bounds], dtype=np.int32).reshape(num_intervals, degree + 1)
-    src_child = np.arange(degree)
+    interval, part = np.nonzero(bounds[:, :-1] < bounds[:, 1:])
     offset = np.arange(1, degree)[:, None]
-    dst_child = (src_child + (offset * 0 + 1 if in_ring else offset)) % degree  # [offset, source child]
-    part = (src_child - offset) % degree if in_ring else dst_child  # in a ring the part of child k begins behind it
-    shape = (degree - 1, num_intervals, degree)
-    src = np.broadcast_to(exchange.holders[None], shape).reshape(-1)
-    dst = exchange.holders[:, dst_child].swapaxes(0, 1).reshape(-1)
-    first = bounds[:, part].swapaxes(0, 1).reshape(-1)
-    last = bounds[:, part + 1].swapaxes(0, 1).reshape(-1)
-    step = np.broadcast_to((offset - 1)[:, :, None] * in_ring + exchange.height - 1, shape).reshape(-1)
-    rows = Transfers(
-        step=step.astype(np.int32),
-        src=src,
-        dst=dst,
-        first=first,
-        last=last,
-        add=np.ones(len(src), dtype=np.bool_),
+    src_child = (part + (offset if in_ring else -offset)) % degree  # in a ring the part of child k begins behind it
+    dst_child = (src_child + 1) % degree if in_ring else np.broadcast_to(part, src_child.shape)
+    step = np.broadcast_to((offset - 1) * in_ring + exchange.height - 1, src_child.shape)
+    return Transfers(
+        step=step.reshape(-1).astype(np.int32),
+        src=exchange.holders[interval, src_child].reshape(-1),
+        dst=exchange.holders[interval, dst_child].reshape(-1),
+        first=np.broadcast_to(bounds[interval, part], src_child.shape).reshape(-1),
+        last=np.broadcast_to(bounds[interval, part + 1], src_child.shape).reshape(-1),
+        add=np.ones(src_child.size, dtype=np.bool_),
     )
-    return rows if bool((first < last).all()) else rows.take(first < last)

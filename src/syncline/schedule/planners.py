@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from syncline.schedule.schedule import Schedule
 from syncline.schedule.tree import draft_tree
 from syncline.schedule.verifier import verify
 from syncline.schedule.weighted_tree import draft_weighted_tree
-from syncline.topology import Gateway, Host, Switch, Topology
+from syncline.topology import Gateway, Host, Link, Switch, Topology
 
 BUCKET_BYTES = 4 << 20
 """A training bucket of the usual size."""
@@ -159,16 +159,33 @@ def choose(
     >>> choose(topology, Collective.ALL_REDUCE, 64 << 20).planner
     'tree'
     """
+    drafts = draft_all(topology, collective, target=target, root=root)
+    owned = [draft for draft in drafts if not with_owners or draft.has_owners]
+    return verify(best_of(owned, topology, num_bytes, slice_bytes=slice_bytes, cost=cost))
+
+
+def draft_all(topology: Topology, collective: Collective, *, target: Target, root: int) -> list[Draft]:
+    """Return what :func:`choose` compares; it is the same for all sizes."""
     check_plannable(topology)
-    drafts = [
+    return [
         planner.draft(topology, collective, target=target, root=root)
         for planner in planners_for(topology)
         if planner.serves(topology, collective, target)
     ]
-    owned = [draft for draft in drafts if not with_owners or draft.has_owners]
+
+
+def best_of(
+    drafts: Sequence[Draft],
+    topology: Topology,
+    num_bytes: int,
+    *,
+    slice_bytes: int,
+    cost: CostModel | None = None,
+) -> Draft:
+    """Return that of ``drafts`` that :func:`choose` takes for ``num_bytes``."""
     supposed = supposed_network(topology)
-    predicted = [(draft, predict(draft, supposed, num_bytes, slice_bytes, cost=cost)) for draft in owned]
-    return verify(safest(predicted, topology) if topology.is_unknown else fastest(predicted))
+    predicted = [(draft, predict(draft, supposed, num_bytes, slice_bytes, cost=cost)) for draft in drafts]
+    return safest(predicted, topology) if topology.is_unknown else fastest(predicted)
 
 
 def check_plannable(topology: Topology) -> None:
@@ -183,5 +200,7 @@ def check_plannable(topology: Topology) -> None:
 def planners_for(topology: Topology) -> list[Planner]:
     """Return those that can win, and draw in good time, on a topology of so many ranks."""
     able = [*PLANNERS.values(), *([HOST_RING] if topology.is_unknown else [])]
-    is_long = topology.num_ranks > _MOST_RANKS_FOR_LONG_SCHEDULES
-    return [planner for planner in able if not (is_long and planner.name in ("ring", "host_ring"))]
+    hopeless = {"ring", "host_ring"} if topology.num_ranks > _MOST_RANKS_FOR_LONG_SCHEDULES else set()
+    if not topology.is_unknown and all(link == Link.unlimited() for _, link in topology.links()):
+        hopeless.add("weighted_tree")  # there is nothing that it could weigh
+    return [planner for planner in able if planner.name not in hopeless]
