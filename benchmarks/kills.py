@@ -1,7 +1,7 @@
 """Kill a rank of a job every 15 s, at random, rank 0 too; say what that costs, and replay the training in one process.
 
     python benchmarks/kills.py benchmarks/kills_sharded.py --minutes 60 --every 15 --seed 1 --output FOLDER
-    python benchmarks/kills.py examples/ddp_survives.py --minutes 60 --output FOLDER
+    python benchmarks/kills.py benchmarks/kills_ddp.py --minutes 60 --output FOLDER
 
 The job runs under ``syncline run --elastic --restarts``, so who died comes back as a newcomer. Each rank writes what it
 did into FOLDER (``PID-TIME.jsonl``: a line for each step). At the end the harness trains once more by itself, with the
@@ -16,7 +16,6 @@ the next, less a step each: what kills and newcomers cost by themselves, on a ma
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -34,12 +33,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import kills_task
 import psutil
 import torch
 
 STEPS_TO_THE_END = 60
 """All ranks hear of the last step before they come to it."""
-END_S = 120.0
+START_S = END_S = 120.0
 LATE_S = 5.0
 """A rank that has written nothing for so long is not there: it died, or is not in yet."""
 
@@ -125,9 +125,12 @@ class Kills:
 def play(job: subprocess.Popen[bytes], watched: Watched, options: argparse.Namespace) -> Kills:
     """Kill until the time is over."""
     kills, chance = Kills(), random.Random(options.seed)
+    start_s = time.monotonic() + START_S
     while watched.step < 0:
-        if job.poll() is not None:
-            raise SystemExit("The job ended before its first step")
+        if job.poll() is not None or time.monotonic() > start_s:
+            raise SystemExit(
+                f"The job made no step within {START_S:g} s; its ranks say why in {watched.folder}/job.log"
+            )
         time.sleep(0.5)
         watched.read()
     began_s = time.monotonic()
@@ -193,26 +196,16 @@ def measure(history: list[dict[str, Any]], num_ranks: int) -> dict[str, float]:
     }
 
 
-def load(path: Path) -> Any:
-    """Return the program as a module."""
-    spec = importlib.util.spec_from_file_location("killed", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["killed"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def replay(program: Any, history: list[dict[str, Any]]) -> list[str]:
     """Train in this process on what counted, and return the hash of all parameters; of each shard, if there are."""
     torch.set_num_threads(1)
     model = program.make_model()
-    optimizer = program.make_optimizer(model)
-    digests_of = getattr(program, "digests", lambda whole: [program.digest(whole)])
+    optimizer = kills_task.make_optimizer(model.parameters())
+    replay_step = getattr(program, "replay_step", kills_task.replay_step)
+    digests_of = getattr(program, "digests", lambda whole: [kills_task.digest(whole.parameters())])
     found: list[str] = []
     for line in history:
-        program.replay_step(model, optimizer, line["counted"], line["step"])
+        replay_step(model, optimizer, line["counted"], line["step"])
         found = digests_of(model)
         if any(found[shard] != told for shard, told in line["digests"].items()):
             raise SystemExit(f"The replay differs after step {line['step']}, in which {line['counted']} counted")
@@ -252,7 +245,7 @@ def run(options: argparse.Namespace, launcher: Sequence[str]) -> dict[str, Any]:
         **measure(history, options.ranks),
         "pause_s": {"median": statistics.median(paused), "longest": paused[-1]} if paused else None,
         "digests": [told for _, told in sorted(history[-1]["digests"].items())],
-        "digests_of_replay": replay(load(options.program), history),
+        "digests_of_replay": replay(kills_task.load(options.program), history),
         "machine": f"{platform.platform()}, {os.cpu_count()} CPUs, torch {torch.__version__}",
     }
     (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -1,77 +1,34 @@
 """DistributedDataParallel that goes on when ranks die, rank 0 too, and lets those in that come.
 
-    syncline run --ranks 4 --elastic --restarts 100 examples/ddp_survives.py FOLDER
+    syncline run --ranks 4 --elastic --restarts 100 examples/ddp_survives.py 2000
 
-Kill any of its processes: the others make the step anew without it, in the same processes; the launcher starts it
-again, and it comes in between two steps. Nothing of this goes through a checkpoint. Each rank writes into FOLDER whose
-batches counted in each step, and a hash of the parameters after it; it ends with the step that the file ``stop`` there
-names. ``benchmarks/kills.py`` kills ranks, and trains once more in one process: to the same bits, since gradients are
-rounded so that means over one to four ranks are exact in any order.
+Kill any of its processes while it trains: the others make the step anew without it, in the same processes; the launcher
+starts it again, and it comes in between two steps. Nothing of this goes through a checkpoint.
 """
 
-import hashlib
-import json
-import os
 import sys
 import time
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
+from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncline
 
-COMPUTE_S = 0.05  # a step's computing, on an accelerator that is not there
-GRAIN = 3 * 2.0**-15  # a third of it, and a sum of a few, are exact in float32
+BATCH_SIZE = 32
 
 
-def make_model() -> nn.Module:
-    """Return a small model whose gradients are multiples of the grain."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 8))
-    for parameter in model.parameters():
-        parameter.register_hook(lambda grad: (grad / GRAIN).round() * GRAIN)
-    return model
+class Training:
+    """A model and its optimizer on this rank, the steps that they have seen, and who trains with it."""
 
-
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer that has state, which newcomers lack."""
-    return torch.optim.SGD(model.parameters(), lr=2.0**-5, momentum=0.5)
-
-
-def loss_of(model: nn.Module, number: int, step: int) -> torch.Tensor:
-    """Return the loss of one member's batch: it depends on the member's number, which it keeps, and on the step."""
-    batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(1000 * step + number))
-    return nn.functional.mse_loss(model(batch), batch[:, :8].sin())
-
-
-def replay_step(model: nn.Module, optimizer: torch.optim.Optimizer, counted: list[int], step: int) -> None:
-    """Make a step of all who counted in it, in one process."""
-    optimizer.zero_grad()
-    for number in counted:
-        loss_of(model, number, step).backward()
-    for parameter in model.parameters():
-        parameter.grad /= len(counted)
-    optimizer.step()
-
-
-def digest(model: nn.Module) -> str:
-    """Return a hash of all bits of the parameters."""
-    return hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in model.parameters())).hexdigest()
-
-
-class Trainer:
-    """One rank: its model and optimizer, the steps that they have seen, and who trains with it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.model = make_model()
-        self.optimizer = make_optimizer(self.model)
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.parallel: DistributedDataParallel | None = None
         self.step: int | None = None  # no state yet: a newcomer takes that of the others
         self.change: syncline.Reconfiguration | None = None
-        self.failed_at: tuple[int | None, int | None] | None = None
 
     def regroup(self) -> None:
         """Make the default group of whoever is there, let all have the newest state, and wrap the model anew."""
@@ -86,53 +43,56 @@ class Trainer:
         self.parallel = DistributedDataParallel(self.model)
         self.step = change.step
 
-    def make_step(self) -> bool:
-        """Make one step with all members; return whether newcomers wait."""
-        self.optimizer.zero_grad()
-        time.sleep(COMPUTE_S)
-        loss_of(self.parallel, self.change.members[self.change.rank], self.step).backward()
-        has_newcomers = syncline.commit()  # all have come as far: nobody steps alone
-        self.optimizer.step()
-        self.step += 1
-        return has_newcomers
+    def steps(self, loss_of: Callable[[nn.Module, int, int], torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Make one step after the other, through whatever happens to the others; yield the loss of each.
 
-    def may_go_on(self) -> bool:
-        """Whether an error may be for a loss: the same step has not failed before with the same members."""
-        failed_at, before = (self.step, self.change and self.change.epoch), self.failed_at
-        self.failed_at = failed_at
-        return self.change is not None and failed_at != before
-
-    def is_over(self) -> bool:
-        """Whether the file ``stop`` names a step that is made."""
-        stop = self.folder / "stop"
-        return stop.exists() and self.step is not None and self.step >= int(stop.read_text())
-
-    def train(self) -> None:
-        """Train, through whatever happens to the others."""
-        must_regroup = True
-        with (self.folder / f"{os.getpid()}-{time.time_ns()}.jsonl").open("w", buffering=1) as log:
-            while not self.is_over():
-                try:
-                    if must_regroup:
-                        self.regroup()
-                    must_regroup = self.make_step()
-                except RuntimeError as error:  # PeerLostError is one; of those in a backward pass, torch makes its own
-                    if not self.may_go_on():
-                        raise
-                    print(f"step {self.step}: {str(error).splitlines()[0]}", file=sys.stderr)
-                    must_regroup = True
-                else:
-                    line = {"step": self.step - 1, "counted": self.change.members, "digest": digest(self.model)}
-                    line |= {"rank": self.change.rank, "epoch": self.change.epoch, "at_s": time.monotonic()}
-                    log.write(json.dumps(line) + "\n")
+        ``loss_of`` gets the model, the number that this rank keeps whoever else comes and goes, and the step's number.
+        """
+        must_regroup, failed_at = True, None
+        while True:
+            try:
+                if must_regroup:
+                    self.regroup()
+                self.optimizer.zero_grad()
+                loss = loss_of(self.parallel, self.change.members[self.change.rank], self.step)
+                loss.backward()
+                must_regroup = syncline.commit()  # all have come as far: nobody steps alone; or newcomers wait
+            except RuntimeError as error:  # PeerLostError is one; of those in a backward pass, torch makes its own
+                place = self.step, self.change and self.change.epoch
+                if self.change is None or place == failed_at:  # no loss: the same step failed with the same members
+                    raise
+                must_regroup, failed_at = True, place
+                print(f"step {self.step}: {str(error).splitlines()[0]}", file=sys.stderr)
+                continue
+            self.optimizer.step()
+            self.step += 1
+            yield loss.detach()
 
 
 def main() -> None:
-    """Train until it is enough."""
+    """Learn to read digits; rank 0, whoever is that, prints the loss and the speed."""
     torch.set_num_threads(1)
-    trainer = Trainer(Path(sys.argv[1]))
-    trainer.train()
-    del trainer.parallel  # before the group that it uses
+    num_steps = int(sys.argv[1]) if sys.argv[1:] else 2000
+    digits = load_digits()
+    images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    training = Training(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+    def loss_of(model: nn.Module, number: int, step: int) -> torch.Tensor:
+        batch = torch.randint(len(images), (BATCH_SIZE,), generator=torch.Generator().manual_seed(1000 * step + number))
+        return nn.functional.cross_entropy(model(images[batch]), labels[batch])
+
+    began_s, num_samples = time.monotonic(), 0
+    for loss in training.steps(loss_of):
+        num_ranks = training.change.world_size
+        num_samples += BATCH_SIZE * num_ranks
+        if training.change.rank == 0 and training.step % 100 == 0:
+            speed = num_samples / (time.monotonic() - began_s)
+            print(f"step {training.step} on {num_ranks} ranks: loss {loss:.3f}, {speed:,.0f} samples/s", flush=True)
+        if training.step == num_steps:
+            break
+    training.parallel = None  # before the group that it uses
     dist.destroy_process_group()
 
 

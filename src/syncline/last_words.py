@@ -1,4 +1,4 @@
-"""What a rank leaves for its launcher: whom its last error names, and its number in a job that it has come into."""
+"""What a rank leaves for its launcher: whom its last error names, and its number in the job once it is in."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class LastWords:
 
 
 def tell_number(number: int) -> None:
-    """Let the launcher know what the job calls this rank, which has come into it."""
+    """Let the launcher know that this rank has met the others, and what the job calls it."""
     if path := process_variables().get(LAST_WORDS):
         with contextlib.suppress(OSError):  # its lines then carry the rank that it was started as
             number_file(Path(path)).write_text(str(number))
 
 
 def number_file(last_words: Path) -> Path:
-    """Return where a rank that comes into a job leaves its number."""
+    """Return where a rank that has met the others leaves its number."""
     return last_words.with_suffix(".number")
 
 
 def read_number(last_words: Path) -> int | None:
-    """Return the number that the rank has in the job that it has come into; None as long as it has not."""
+    """Return the number of a rank that has met the others in the job; None as long as it has not."""
     try:
         return int(number_file(last_words).read_text())
     except (OSError, ValueError):

@@ -80,6 +80,7 @@ def test_survivors_of_an_elastic_job_go_on_and_a_restarted_rank_is_told_whom_to_
             open(os.environ["SYNCLINE_LAST_WORDS"].replace(".json", ".number"), "w").write("2")  # it is in
             open({joined!r}, "w").write(os.environ["SYNCLINE_JOIN"])
         elif os.environ["RANK"] == "1":
+            open(os.environ["SYNCLINE_LAST_WORDS"].replace(".json", ".number"), "w").write("1")  # all have met
             os.kill(os.getpid(), 9)
         else:
             came = open({joined!r}).read() if {restarts.count} else "nobody"
@@ -98,6 +99,25 @@ def test_survivors_of_an_elastic_job_go_on_and_a_restarted_rank_is_told_whom_to_
         assert "the job went on without 1 of 2 ranks: rank 1, killed by SIGKILL" in error
 
 
+def test_a_rank_that_dies_before_the_ranks_have_met_takes_its_place_again(tmp_path):
+    """The others, here rank 0, wait for it there: nobody lets newcomers in yet."""
+    os.mkfifo(tmp_path / "there")
+    there = str(tmp_path / "there")
+    code, out, error = start(
+        f"""
+        if os.environ["RANK"] == "0":
+            print(open({there!r}).read())
+        elif attempt == 0:
+            os.kill(os.getpid(), 9)
+        else:
+            open({there!r}, "w").write(f"joins: {{'SYNCLINE_JOIN' in os.environ}}")
+        """,
+        restarts=AGAIN,
+        elastic=Elasticity(),
+    )
+    assert (code, out) == (0, "[0] joins: False\n"), error
+
+
 def test_a_rank_that_came_back_has_its_number_in_its_lines_and_the_report_leads_with_whom_errors_name(tmp_path):
     """Rank 1 is killed, comes in again as number 2, and leaves: rank 0 ends with an error that names it so."""
     os.mkfifo(tmp_path / "left")
@@ -113,6 +133,7 @@ def test_a_rank_that_came_back_has_its_number_in_its_lines_and_the_report_leads_
             print("is in", flush=True)
             sys.exit()
         if os.environ["RANK"] == "1":
+            open(words.replace(".json", ".number"), "w").write("1")  # all have met
             os.kill(os.getpid(), 9)
         open({left!r}, "w").write("come in")
         open(words, "w").write(json.dumps({{"ranks": [2], "text": "rank 2 (host a1) left after 3 steps"}}))
@@ -137,6 +158,7 @@ def test_a_newcomer_that_still_waits_when_the_job_has_ended_well_is_ended_with_i
             open(waits, "w").write("waits")
             signal.pause()
         elif os.environ["RANK"] == "1":
+            open(os.environ["SYNCLINE_LAST_WORDS"].replace(".json", ".number"), "w").write("1")  # all have met
             os.kill(os.getpid(), 9)
         else:
             open(waits).read()
@@ -174,7 +196,9 @@ def test_ranks_of_a_machine_that_were_all_killed_join_at_the_masters_machine_and
     path.write_text(TWO_HOSTS)
     script = """
     print(attempt, os.environ.get("SYNCLINE_JOIN", "meets"), flush=True)
-    if attempt == 0: os.kill(os.getpid(), 9)
+    if attempt == 0:
+        open(os.environ["SYNCLINE_LAST_WORDS"].replace(".json", ".number"), "w").write("0")  # all have met
+        os.kill(os.getpid(), 9)
     if attempt == 1: sys.exit(3)
     """
     code, out, _ = start(

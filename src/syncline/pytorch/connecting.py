@@ -18,7 +18,7 @@ from syncline.fabric import FabricOptions, Rendezvous, Store, connect_tcp
 from syncline.fabric.lending import NO_NETWORK, find_network
 from syncline.fabric.shared_port import lending
 from syncline.fabric.sockets import resolve_address
-from syncline.last_words import leave_at_exit
+from syncline.last_words import leave_at_exit, tell_number
 from syncline.observe import Trace, tell_if_long
 from syncline.pytorch.environment import FLAT, MEASURE, Environment
 from syncline.pytorch.reporting import trace_folder
@@ -114,6 +114,7 @@ def _connect(environment: Environment, open_store: Callable[[Environment], Store
     try:
         if environment.world_size > 1:  # whoever still looks into rank 0's store when it ends prints pages of that
             communicator.sum_bytes(bytearray(1), label="start")
+        tell_number(environment.rank)  # from here on, who dies comes in as a newcomer
         if folder := process_variables().get(FLIGHT):
             communicator.write_flight(Path(folder).absolute())
     except BaseException:

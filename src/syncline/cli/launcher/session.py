@@ -205,8 +205,10 @@ class Runner:
 
     @property
     def was_lost(self) -> bool:
-        """Whether somebody else ended all ranks here, so that those of other machines may go on."""
-        return all(failure.exit.is_loss and not failure.was_signalled for failure in self._supervisor.failures)
+        """Whether somebody else ended all ranks here once they had met, so that those of other machines may go on."""
+        return self._has_met(*self._names) and all(
+            failure.exit.is_loss and not failure.was_signalled for failure in self._supervisor.failures
+        )
 
     def _start(self, process: RankProcess, door: str | None = None) -> None:
         job, rank = self._session.job, process.rank
@@ -295,9 +297,15 @@ class Runner:
                 self.handles[instruction.rank].send_signal(instruction.signal_number)
         elif isinstance(instruction, StartAgain):
             (process,) = (one for one in self._session.job.processes if one.rank == instruction.rank)
-            self._start(process, ",".join(self._session.doors[rank] for rank in instruction.living))
+            doors = ",".join(self._session.doors[one] for one in instruction.living)
+            self._start(process, doors if self._has_met(instruction.rank, *instruction.living) else None)
         else:
             self._announce(instruction)
+
+    def _has_met(self, *ranks: int) -> bool:
+        """Whether one of these has met the others, so that who starts again comes in; else its old place is free."""
+        files = [path for rank in ranks for path in self._last_words_files(rank)]
+        return self._joins or not files or any(read_number(path) is not None for path in files)
 
     def _announce(self, announcement: Announce) -> None:
         if announcement.rank is None:
