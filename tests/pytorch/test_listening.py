@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
-from syncline.errors import ConfigurationError
+from syncline.errors import ConfigurationError, RendezvousError
 from syncline.pytorch import listening
+from syncline.pytorch.connecting import connect
 from syncline.pytorch.environment import Arguments, Environment, read_environment
-from syncline.pytorch.stores import TorchStore
+from syncline.pytorch.stores import LocalStore, TorchStore
 from syncline.testing import run_threads
 
 
@@ -50,3 +52,13 @@ def test_ranks_find_out_in_their_store_whether_they_share_a_machine(monkeypatch:
     assert interfaces("11") == ["127.0.0.1", "127.0.0.1"]
     assert interfaces("12") == ["10.0.0.1", "10.0.0.2"]
     assert interfaces("12", "eth1") == ["10.0.0.1", "eth1"]
+
+
+@pytest.mark.parametrize(("name", "is_told"), [("a0", True), ("localhost", False), ("127.0.0.1", False)])
+def test_rank_0_says_where_it_waits_that_a_name_is_its_loopback(name: str, is_told: bool) -> None:
+    """As Debian has a host's own name, so that ranks of other hosts go elsewhere."""
+    given = Arguments(rank=0, world_size=2, master=f"{name}:29500", connect_timeout_s=0.3)
+    read = read_environment({}, given)
+    with pytest.raises(RendezvousError, match="rank 1 did not come") as raised:
+        connect(replace(read, fabric=replace(read.fabric, address="127.0.0.1")), lambda _: LocalStore())
+    assert (f"{name} means loopback on this host" in str(raised.value)) == is_told

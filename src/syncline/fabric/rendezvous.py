@@ -97,7 +97,7 @@ class Rendezvous:
     """Meets the other ranks of job ``job_id`` through ``store``, once; :func:`connect_tcp` calls it.
 
     ``awaited`` says, of the hosts whose ranks are there (one name for each), which hosts have others. ``trouble`` is
-    what this rank has come to tell, for its lines while it waits.
+    what this rank has come to tell, for its lines while it waits; ``hint``, why others may not reach rank 0.
     """
 
     def __init__(
@@ -110,8 +110,10 @@ class Rendezvous:
         now_s: Callable[[], float] = time.monotonic,
         awaited: Callable[[Sequence[str]], Sequence[str]] = lambda _: (),
         trouble: str = "",
+        hint: str = "",
     ) -> None:
         self._awaited = awaited
+        self._hint = hint
         self._trouble = trouble
         self._records = StoreRecords(store, job_id=job_id)
         self._token = token
@@ -267,7 +269,8 @@ class Rendezvous:
         if missing:
             hosts = ", ".join(self._awaited([hello.member.host for hello in attempt.sorted_hellos()]))
             here = f"{attempt.world_size - len(missing)} of {attempt.world_size} are here"
-            attempt.waits_for = f"{here}, and {name_ranks(missing)} did not come{hosts and f' (of {hosts})'}"
+            absent = f"{name_ranks(missing)} did not come{hosts and f' (of {hosts})'}"
+            attempt.waits_for = f"{here}, and {absent}{self._hint and f'; {self._hint}'}"
             return None
         if not attempt.epoch:
             self._publish(attempt)

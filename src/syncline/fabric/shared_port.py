@@ -322,8 +322,9 @@ class _SharedPort:
                 return
             if self._socket in found:
                 self._accept()
-            for lender in [each for each in self._lenders.values() if each in found]:
-                lender.answer()
+            for lender in tuple(self._lenders.values()):  # another thread may add one
+                if lender in found:
+                    lender.answer()
             retries, self._retries = self._retries, []
             for sock in (*found, *retries):
                 if sock in self._looks:

@@ -206,10 +206,22 @@ def _match(
             timeout_s=timeout_s,
             job_id=environment.fabric.job_id,
             silence_s=environment.fabric.dead_s,
+            hint=_loopback_hint(environment),
         )
     except TopologyError as error:
         tell_once(error, rank=environment.rank)
         raise
+
+
+def _loopback_hint(environment: Environment) -> str:
+    """Say, of a master's name that is this machine's own loopback, that other machines do not reach rank 0 there."""
+    name, address = environment.master_address or "", environment.fabric.address
+    if address is None or not ip_address(address).is_loopback or "localhost" in name or not name.strip("0123456789.:"):
+        return ""
+    return (
+        f"{name} means loopback on this host, where ranks of other hosts do not reach rank 0: if there are any, let "
+        "SYNCLINE_INTERFACE name its interface"
+    )
 
 
 def _open_trace(environment: Environment, topology: Topology) -> Trace | None:

@@ -38,6 +38,7 @@ def match_topology(
     timeout_s: float,
     job_id: str = "syncline",
     silence_s: float = SILENCE_S,
+    hint: str = "",
 ) -> Topology:
     """Tell the others ``host``, this rank's, and return the topology with the ranks where their hosts are.
 
@@ -46,7 +47,7 @@ def match_topology(
     Every rank of the job calls this, with the same topology and ``job_id``; "flat" is one switch, without rates, for
     all hosts, and so is None, with which the job measures its network afterwards. With the error that a topology ended
     in, the other ranks are told of it, and it is raised. It blocks until the last rank has come; one of which the store
-    hears nothing for ``silence_s`` is gone. The store need not be kept.
+    hears nothing for ``silence_s`` is gone. The store need not be kept. ``hint``: why others may not reach rank 0.
 
     Raises ``RendezvousError`` after ``timeout_s`` (who did not come), and :class:`TopologyError` on all ranks if their
     number, or the hosts, or how many ranks each has, are not the topology's (see :meth:`.Topology.matched`), or if
@@ -68,6 +69,7 @@ def match_topology(
             job_id=f"{job_id}/hosts",
             awaited=_awaited(topology),
             trouble=str(topology) if isinstance(topology, TopologyError) else "",
+            hint=hint,
         )
         member = Member(rank=rank, host=name, address=_NOWHERE, port=_NO_PORT, topology=_describe(topology))
         meeting = rendezvous.meet(member, world_size=world_size, timeout_s=timeout_s, silence_s=silence_s)
