@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch import nn
 
-from syncline.backend.name import NAME
+from syncline.backend import NAME
 from syncline.backend.registration import register
 from syncline.errors import ConfigurationError
 from syncline.priorities.settings import Priorities

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from syncline.backend import profiling
+from syncline.backend import signatures
 
 RANK = int(os.environ["RANK"])
 Group = dist.ProcessGroup
@@ -81,10 +81,10 @@ def main() -> None:
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", timeout=timeout)
     ours = dist.new_group(backend="syncline", timeout=timeout)
-    recorded_range, profiling.recorded_range = profiling.recorded_range, fail
+    recorded_range, signatures.recorded_range = signatures.recorded_range, fail
     for _, call in calls(ours):
         call()
-    profiling.recorded_range = recorded_range
+    signatures.recorded_range = recorded_range
     num_alike = 0
     for (name, theirs), (_, call) in zip(calls(dist.group.WORLD), calls(ours), strict=True):
         expected, found = shown(theirs, "gloo"), shown(call, "syncline")

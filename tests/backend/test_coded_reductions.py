@@ -14,7 +14,7 @@ import syncline
 from coded_replay import TWO_AND_THREE, Replay, gradient_of
 from rank_scripts import run_script
 from syncline.backend import coded_reductions
-from syncline.backend.process_group import SynclineProcessGroup
+from syncline.backend.creation import SynclineProcessGroup
 from syncline.errors import CheckpointError, ConfigurationError
 from syncline.topology import Topology
 

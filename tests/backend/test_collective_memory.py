@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from test_group_collectives import check_moves, check_reductions
 
-from syncline.backend.sparse import all_reduce_sparse
+from syncline.backend.calls import all_reduce_sparse
 from syncline.errors import ConfigurationError
 from syncline.tensors import collectives as tensor_collectives
 from syncline.tensors import memory

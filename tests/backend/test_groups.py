@@ -17,9 +17,9 @@ from torch.distributed import distributed_c10d as c10d
 
 import syncline
 from syncline.backend.call_work import CallWork
+from syncline.backend.creation import SynclineProcessGroup as Group
 from syncline.backend.group_state import open_part
 from syncline.backend.group_streams import MAX_GROUPS, GroupStreams
-from syncline.backend.process_group import SynclineProcessGroup as Group
 from syncline.errors import ConfigurationError, DeadlineError, MismatchError, PeerLostError, RendezvousError
 from syncline.observe import merge_traces
 from syncline.pytorch.environment import BackendOptions

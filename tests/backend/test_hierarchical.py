@@ -14,8 +14,8 @@ from host_devices import GlooBackend, StuckGroup, run_hosts
 from thread_device import WAIT_S
 
 from syncline.backend import hierarchical
+from syncline.backend.creation import SynclineProcessGroup
 from syncline.backend.group_state import GroupState
-from syncline.backend.process_group import SynclineProcessGroup
 from syncline.errors import ConfigurationError, DeadlineError, FabricError, MismatchError, PeerLostError, SynclineError
 
 PAIRS = ("a", "a", "b", "b")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from thread_groups import run_groups
 
-from syncline.backend.process_group import SynclineProcessGroup as Group
+from syncline.backend.creation import SynclineProcessGroup as Group
 from syncline.errors import ConfigurationError, DeadlineError, MismatchError, PeerLostError
 
 SIZES = (0, 1, 100, 3_000, 50_000, 400_000)

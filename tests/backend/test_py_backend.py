@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from syncline.backend import creation
 from syncline.backend.calls import GroupCalls
-from syncline.backend.process_group import SynclineProcessGroup
+from syncline.backend.creation import SynclineProcessGroup
 from syncline.testing import run_threads
 from syncline.updates import private_torch
 

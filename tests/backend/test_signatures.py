@@ -14,7 +14,7 @@ from thread_groups import run_groups
 from torch.distributed import distributed_c10d as c10d
 
 from syncline.backend.calls import GroupCalls
-from syncline.backend.process_group import SynclineProcessGroup as Group
+from syncline.backend.creation import SynclineProcessGroup as Group
 from syncline.backend.signatures import overloads_of
 
 OWN = [name for name in vars(GroupCalls) if overloads_of(name) and callable(getattr(GroupCalls, name))]

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from syncline.backend.creation import create_state
-from syncline.backend.process_group import SynclineProcessGroup
+from syncline.backend.creation import SynclineProcessGroup, create_state
 from syncline.pytorch.environment import BackendOptions
 from syncline.testing import run_threads
 

@@ -59,28 +59,28 @@ JOB_MUTANTS = (
         breaks="the sum has other bits in each run, and on each rank",
         changes=(
             Change(
-                file="runtime/slicerun.py",
+                file="runtime/python_slice_executor.py",
                 before="self._arrived: set[int] = set()",
                 after="self._arrived: dict[int, None] = {}",
             ),
             Change(
-                file="runtime/slicerun.py",
+                file="runtime/python_slice_executor.py",
                 before="            self._arrived.add(number)\n",
                 after="            self._arrived[number] = None\n",
             ),
             Change(
-                file="runtime/slicerun.py",
+                file="runtime/python_slice_executor.py",
                 before="        num_before = len(operation.before)\n"
                 "        used = self._apply_before(operation, self._used.get(number, 0))\n",
                 after="        num_before = 0\n        used = self._used.get(number, 0)\n",
             ),
             Change(
-                file="runtime/slicerun.py",
+                file="runtime/python_slice_executor.py",
                 before="if used == num_before + 1 + len(operation.after):",
                 after="if used == 1 + len(operation.before) + len(operation.after):",
             ),
             Change(
-                file="runtime/slicerun.py",
+                file="runtime/python_slice_executor.py",
                 before="        before, after = operation.before, operation.after\n",
                 after="        theirs = operation.before + operation.after\n"
                 "        before, after = (), tuple(landing for landing in self._arrived if landing in theirs)\n",
@@ -93,7 +93,7 @@ JOB_MUTANTS = (
         breaks="one contribution counts double",
         changes=(
             Change(
-                file="runtime/slicerun.py",
+                file="runtime/python_slice_executor.py",
                 before="            self._call.reduction.add(own, part)\n",
                 after="            self._call.reduction.add(own, part)\n" * 2,
             ),

@@ -29,7 +29,7 @@ from syncline.fabric import FabricOptions
 from syncline.fabric.handshake import FINISH_BYTES, REPLY_BYTES, Dialer
 from syncline.fabric.shared_host import read_memory
 from syncline.pytorch import connecting
-from syncline.pytorch.user_secret import user_secret
+from syncline.pytorch.secret import user_secret
 from syncline.runtime.joining.connection import JoinConnection, dial_member, join_terms
 
 OTHER_USER = 65534

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from syncline.errors import ConfigurationError
 from syncline.pytorch.control import join
+from syncline.pytorch.data import ElasticSampler
 from syncline.pytorch.distribute import distribute
-from syncline.pytorch.elastic_sampler import ElasticSampler
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.sample_division import SampleDivision, apportion

@@ -6,7 +6,7 @@ import pytest
 
 from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
-from syncline.pytorch.limits import choose_times, with_times
+from syncline.pytorch.environment import choose_times, with_times
 
 DEFAULTS_S = {"connect_timeout_s": 60.0, "silence_s": 10.0, "timeout_s": 300.0, "stall_s": 300.0}
 

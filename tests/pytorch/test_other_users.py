@@ -15,7 +15,7 @@ from other_user import KNOCKS, OTHER_USER
 
 from rank_scripts import run_script
 from syncline.errors import ConfigurationError
-from syncline.pytorch.user_secret import user_secret
+from syncline.pytorch.secret import user_secret
 from syncline.testing import run_threads
 
 SCRIPT = Path(__file__).with_name("other_user.py")

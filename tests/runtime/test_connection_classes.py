@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from syncline.priorities.settings import Priorities
-from syncline.runtime.connection_classes import ConnectionClasses
+from syncline.runtime.communicator import ConnectionClasses
 
 FOUR = Priorities()
 FIRST, SECOND = 10, 20

@@ -250,15 +250,15 @@ def test_one_rank_that_does_not_want_a_segment_decides_for_all(in_memory):
 
 
 def test_a_segment_that_cannot_be_opened_is_none_for_all(in_memory, monkeypatch):
-    from syncline.runtime.shared_memory import opening
+    from syncline.runtime.shared_memory import segment
 
     def refuse(ticket, *, rank, world_size):
         if rank == 1:
             raise PermissionError("planted")
         return original(ticket, rank=rank, world_size=world_size)
 
-    original = opening.open_segment
-    monkeypatch.setattr(opening, "open_segment", refuse)
+    original = segment.open_segment
+    monkeypatch.setattr(segment, "open_segment", refuse)
     assert on_all(in_memory(3), lambda each: each.open_segment()) == [False] * 3
 
 

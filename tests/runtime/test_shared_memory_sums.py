@@ -5,7 +5,7 @@ import pytest
 from schedule_oracle import random_topology, replay
 
 from syncline.runtime import numpy_reduction
-from syncline.runtime.shared_memory.sums import add_up, find_sums
+from syncline.runtime.shared_memory.operation import add_up, find_sums
 from syncline.schedule import Collective, Layout, plan_recursive_doubling, plan_ring, plan_tree
 from syncline.topology import Topology
 

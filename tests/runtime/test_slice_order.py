@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.fabric import _native
-from syncline.runtime.slice_order import SliceOrder
+from syncline.runtime.python_slice_executor import SliceOrder
 
 NUMBERS = itertools.count()
 KINDS = ["python", "compiled"]

@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from syncline.runtime.loop import CommunicationLoop
-from syncline.runtime.time_slices import SLICE_NS, ask_for_short_slices, stand_back
+from syncline.runtime.loop import SLICE_NS, CommunicationLoop, ask_for_short_slices, stand_back
 
 SCHED_GETATTR = {"x86_64": 315, "aarch64": 275, "riscv64": 275}
 pytestmark = pytest.mark.skipif(

@@ -8,21 +8,65 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Unpack
 
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from syncline.backend.call_work import CallWork
 from syncline.backend.group_state import GroupState
 from syncline.backend.signatures import takes_torch_names
-from syncline.backend.sparse import all_reduce_sparse
 from syncline.errors import ConfigurationError
 from syncline.runtime.call import BasicSettings
+from syncline.tensors.collectives import TensorCollectives
+from syncline.tensors.reductions import ReduceOp
 from syncline.tensors.work import TensorWork
 from syncline.updates.private_torch import uncompiled
 
 Tensors = Sequence[torch.Tensor]
+_NUM_DATA = {
+    "allreduce": 1,
+    "allreduce_coalesced": 1,
+    "broadcast": 1,
+    "reduce": 1,
+    "allgather": 2,
+    "allgather_coalesced": 2,
+    "all_gather_single": 2,
+    "_allgather_base": 2,
+    "all_gather_single_coalesced": 2,
+    "allgather_into_tensor_coalesced": 2,
+    "gather": 2,
+    "scatter": 2,
+    "reduce_scatter": 2,
+    "reduce_scatter_single": 2,
+    "_reduce_scatter_base": 2,
+    "reduce_scatter_single_coalesced": 2,
+    "reduce_scatter_tensor_coalesced": 2,
+    "alltoall": 2,
+    "all_to_all_single": 4,
+    "alltoall_base": 4,
+    "barrier": 0,
+    "send": 3,
+    "recv": 3,
+    "recv_anysource": 2,
+    "_start_coalescing": 1,
+    "_end_coalescing": 1,
+}
+"""How many parameters of a call are no settings."""
+_CALLED_FROM_CPP = (
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "allgather",
+    "reduce_scatter",
+    "all_gather_single_coalesced",
+    "reduce_scatter_single_coalesced",
+    "all_to_all_single",
+    "barrier",
+    "send",
+    "recv",
+)
 
 
 class GroupCalls:
@@ -257,52 +301,9 @@ class GroupCalls:
     _set_default_timeout = set_timeout
 
 
-_NUM_DATA = {
-    "allreduce": 1,
-    "allreduce_coalesced": 1,
-    "broadcast": 1,
-    "reduce": 1,
-    "allgather": 2,
-    "allgather_coalesced": 2,
-    "all_gather_single": 2,
-    "_allgather_base": 2,
-    "all_gather_single_coalesced": 2,
-    "allgather_into_tensor_coalesced": 2,
-    "gather": 2,
-    "scatter": 2,
-    "reduce_scatter": 2,
-    "reduce_scatter_single": 2,
-    "_reduce_scatter_base": 2,
-    "reduce_scatter_single_coalesced": 2,
-    "reduce_scatter_tensor_coalesced": 2,
-    "alltoall": 2,
-    "all_to_all_single": 4,
-    "alltoall_base": 4,
-    "barrier": 0,
-    "send": 3,
-    "recv": 3,
-    "recv_anysource": 2,
-    "_start_coalescing": 1,
-    "_end_coalescing": 1,
-}
-"""How many parameters of a call are no settings."""
-
 for _name, _number in _NUM_DATA.items():
     setattr(GroupCalls, _name, takes_torch_names(_name, getattr(GroupCalls, _name), _number))
 
-_CALLED_FROM_CPP = (
-    "allreduce",
-    "allreduce_coalesced",
-    "broadcast",
-    "allgather",
-    "reduce_scatter",
-    "all_gather_single_coalesced",
-    "reduce_scatter_single_coalesced",
-    "all_to_all_single",
-    "barrier",
-    "send",
-    "recv",
-)
 
 for _name in _CALLED_FROM_CPP:
     uncompiled(getattr(GroupCalls, _name))
@@ -350,3 +351,44 @@ def _only(tensors: Any, call: str) -> torch.Tensor:
     if len(several) != 1:
         raise ConfigurationError(f"{call} takes one tensor in a list, not {len(several)}")
     return several[0]
+
+
+def all_reduce_sparse(
+    collectives: TensorCollectives,
+    tensor: torch.Tensor,
+    op: ReduceOp,
+    *,
+    num_ranks: int,
+    **settings: Unpack[BasicSettings],
+) -> TensorWork:
+    """Make ``tensor``, a sparse COO tensor of one shape on all ranks, the sum of those of all ranks, or their mean.
+
+    It waits until each rank has told how many entries it brings; these then travel in two all-gathers.
+    """
+    is_mean = op == dist.ReduceOp.AVG
+    if tensor.layout is not torch.sparse_coo or not (op == dist.ReduceOp.SUM or is_mean):
+        raise ConfigurationError(
+            f"Of sparse tensors, those in COO form can be summed or averaged, and not {tensor.layout} with {op}; give "
+            "tensor.to_dense()"
+        )
+    own = tensor.detach().coalesce()
+    rows, values = own.indices().t().contiguous(), own.values()
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks)]
+    how: BasicSettings = {**settings, "is_awaited": True}
+    collectives.all_gather(counts, torch.tensor([len(rows)]), **how).wait()
+    sizes = [int(count) for count in counts]
+    all_rows = [rows.new_empty((size, rows.shape[1])) for size in sizes]
+    all_values = [values.new_empty((size, *values.shape[1:])) for size in sizes]
+    works = [
+        collectives.all_gather(outputs, source, **settings)
+        for outputs, source in ((all_rows, rows), (all_values, values))
+    ]
+
+    def add() -> None:
+        total = torch.sparse_coo_tensor(
+            torch.cat(all_rows).t(), torch.cat(all_values), tensor.shape, check_invariants=True
+        ).coalesce()  # checked, because other ranks say where the entries are
+        with torch.no_grad():  # detach() would share the memory of the entries, and not their number
+            tensor.copy_(total / num_ranks if is_mean else total)
+
+    return TensorWork.together(works).then(add)

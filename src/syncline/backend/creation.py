@@ -1,4 +1,8 @@
-"""How a group comes about: a world connects through the store that it is given; a group of a world shares that."""
+"""How a group comes about: a world connects through the store that it is given; a group of a world shares that.
+
+The shell around it is a whole ``ProcessGroup`` here, for groups that are Syncline's alone, and for all before PyTorch
+2.14; that of groups of several backends is in :mod:`.py_backend`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from syncline.backend import NAME
 from syncline.backend.calls import GroupCalls
 from syncline.backend.group_state import GroupState, open_part
 from syncline.backend.group_streams import GroupStreams
@@ -23,7 +28,7 @@ from syncline.runtime import Communicator
 from syncline.runtime.tags import NUM_STREAMS
 from syncline.topology import Topology
 from syncline.updates.combinations import WRITE_ONE, Combination, TrainingRequest, check_combinations
-from syncline.updates.private_torch import has_other_backends
+from syncline.updates.private_torch import failing_backend, has_other_backends
 
 TOKEN_BYTES = 8
 OF_GROUPS = (
@@ -60,8 +65,6 @@ def create_group(distributed: Any, pg_options: object = None) -> Any:
         from syncline.backend.py_backend import SynclineBackend
 
         return SynclineBackend(state)
-    from syncline.backend.process_group import SynclineProcessGroup
-
     return SynclineProcessGroup(state)
 
 
@@ -171,3 +174,52 @@ def _connect(environment: Environment, torch_store: Any) -> Communicator:
         store = TorchStore(PrefixStore("syncline", torch_store))
         environment = choose_interface(environment, store, torch_store)
     return connect(with_address(environment), lambda _: store)
+
+
+class SynclineProcessGroup(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]  # the binding types nothing
+    """One rank's part in a group, made by ``init_process_group("syncline")`` and ``new_group()``.
+
+    Raises, in a call: :class:`MismatchError` on all ranks if their calls differ, :class:`PeerLostError` if a rank is
+    lost, :class:`DeadlineError` at the timeout, :class:`ConfigurationError` for what it cannot take.
+    """
+
+    def __init__(self, state: GroupState) -> None:
+        communicator = state.communicator
+        super().__init__(communicator.rank, communicator.world_size)  # type: ignore[call-arg]  # one for subclasses
+        self.state = state
+        self._name = self._description = ""
+        # A mesh asks the group for a backend of each device; the calls come to the group itself.
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            self._register_backend(torch.device(device), kind, failing_backend(self.rank(), self.size()))
+
+    def __repr__(self) -> str:
+        return f"<SynclineProcessGroup {self._name!r}: {self.state.communicator!r}>"
+
+    def getBackendName(self) -> str:  # noqa: N802 - PyTorch's own name
+        """Return the name that the backend is registered by."""
+        return NAME
+
+    def getRank(self) -> int:  # noqa: N802 - as above
+        """Return this process's rank in the group."""
+        return self.state.communicator.rank
+
+    def getSize(self) -> int:  # noqa: N802 - as above
+        """Return the number of ranks of the group."""
+        return self.state.communicator.world_size
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - as above
+        """Take the name by which functional collectives find the group."""
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802 - as above
+        """Return the name by which functional collectives find the group."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - as above
+        """Take the user's description."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - as above
+        """Return the user's description."""
+        return self._description

@@ -16,8 +16,8 @@ import torch
 from torch import distributed as dist
 
 from syncline.arguments import checked
+from syncline.backend import NAME
 from syncline.backend.creation import find_world
-from syncline.backend.name import NAME
 from syncline.errors import ConfigurationError
 from syncline.pytorch.environment import BackendOptions, Environment, read_environment
 from syncline.pytorch.launchers import find_place

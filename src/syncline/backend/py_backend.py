@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from syncline.backend import NAME
 from syncline.backend.calls import GroupCalls
 from syncline.backend.group_state import GroupState, split_state
-from syncline.backend.name import NAME
 from syncline.updates.private_torch import backend_class
 
 _Backend: Any = backend_class() or object

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from syncline.arguments import Whole, checked
+from syncline.backend import NAME
 from syncline.backend.creation import TOKEN_BYTES, check_topology, find_world
 from syncline.backend.group_state import GroupState
 from syncline.backend.group_streams import GroupStreams
-from syncline.backend.name import NAME
 from syncline.errors import ConfigurationError
 from syncline.members import LOSSES, Elastic
 from syncline.members.job_record import NO_FLAGS, Flags

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from syncline.backend.name import NAME
+from syncline.backend import NAME
 
 
 def register() -> None:

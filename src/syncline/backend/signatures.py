@@ -1,23 +1,32 @@
-"""Signatures of a group's methods, read from torch's own bindings: so keyword names are those of whichever torch it is.
+"""How torch calls a group's methods, by the names of its own bindings, and what profilers and traces show of that.
 
-The bindings overload: settings come as options, or one by one.
+Signatures are read from the bindings, so keyword names are those of whichever torch it is. They overload: settings come
+as options, or one by one. ``torch.profiler`` is shown what it is shown of gloo's calls, by the same names, with shapes:
+PyTorch records the calls of its own backends where C++ dispatches them; those of a group in Python never pass there.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from syncline.backend.profiling import note_pass, records, traces
-from syncline.updates.private_torch import is_profiled
+from syncline.backend import NAME
+from syncline.backend.call_work import CallWork
+from syncline.fabric.progress import BACKWARD, Progress
+from syncline.updates.private_torch import at_end_of_backward, is_in_node, is_profiled, recorded_range, taken_comm_name
 
 _SETTINGS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 """How options name what the bindings take by itself."""
+_BARRIER_TENSOR = torch.empty(1)
+"""Barriers of PyTorch take one, by whose device they find their backend."""
 
 
 @cache
@@ -67,3 +76,128 @@ def _settings_of(given: dict[str, Any], names: tuple[str, ...]) -> list[Any]:
     if "opts" in names:
         return [given.get("opts")]
     return [{_SETTINGS[one]: given[one] for one in names if given.get(one) is not None}]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shown:
+    """How a call is shown: as the operator of C++ that it would be, and in it the work."""
+
+    operator: str
+    num_inputs: int
+    work: str
+    source: int | None = 0
+    """Which value holds the tensors of the work, if it has any."""
+    num_single: int = 0
+    """How many of the first values are tensors; shapes within lists are not shown."""
+
+
+def _shown(operator: str, num_inputs: int, work: str, source: int | None = 0, num_single: int = 0) -> _Shown:
+    return _Shown(operator=operator, num_inputs=num_inputs, work=work, source=source, num_single=num_single)
+
+
+_GATHER = _shown("_allgather_base_", 5, "all_gather", 1, 2)
+_GATHER_COALESCED = _shown("allgather_into_tensor_coalesced_", 4, "all_gather", 1)
+_SCATTER = _shown("_reduce_scatter_base_", 6, "reduce_scatter", 1, 2)
+_SCATTER_COALESCED = _shown("reduce_scatter_tensor_coalesced_", 6, "reduce_scatter", 1)
+_EXCHANGE = _shown("alltoall_base_", 7, "all_to_all", 1, 2)
+
+
+_CALLS = {
+    "allreduce": _shown("allreduce_", 6, "all_reduce"),
+    "allreduce_coalesced": _shown("allreduce_coalesced_", 5, "all_reduce"),
+    "broadcast": _shown("broadcast_", 6, "broadcast"),
+    "reduce": _shown("reduce_", 7, "reduce"),
+    "allgather": _shown("allgather_", 5, "all_gather", 1),
+    "allgather_coalesced": _shown("allgather_coalesced_", 4, "all_gather", 1),
+    "all_gather_single": _GATHER,
+    "_allgather_base": _GATHER,
+    "all_gather_single_coalesced": _GATHER_COALESCED,
+    "allgather_into_tensor_coalesced": _GATHER_COALESCED,
+    "gather": _shown("gather_", 6, "gather", 1),
+    "scatter": _shown("scatter_", 6, "scatter", 1),
+    "reduce_scatter": _shown("reduce_scatter_", 6, "reduce_scatter", 1),
+    "reduce_scatter_single": _SCATTER,
+    "_reduce_scatter_base": _SCATTER,
+    "reduce_scatter_single_coalesced": _SCATTER_COALESCED,
+    "reduce_scatter_tensor_coalesced": _SCATTER_COALESCED,
+    "alltoall": _shown("alltoall_", 5, "all_to_all", 1),
+    "all_to_all_single": _EXCHANGE,
+    "alltoall_base": _EXCHANGE,
+    "barrier": _shown("barrier", 5, "barrier", None),
+    "send": _shown("send", 4, "send"),
+    "recv": _shown("recv_", 4, "recv"),
+    "recv_anysource": _shown("recv_any_source_", 3, "recvAnySource"),
+}
+
+
+def records(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what does ``method`` while a profiler looks on; ``method`` itself where there is nothing to show.
+
+    A call that its caller waits for at once is over in its range; of others that shows the beginning.
+    """
+    shown = _CALLS.get(name)
+    if shown is None:
+        return method
+
+    @wraps(method)
+    def record(self: Any, *values: Any) -> Any:
+        if self.is_dispatched:
+            return work(self, values)
+        singles = (_BARRIER_TENSOR,) if shown.source is None else values[: shown.num_single]
+        inputs = [*singles, *[None] * (shown.num_inputs - len(singles))]
+        with recorded_range(f"c10d::{shown.operator}", inputs):
+            return work(self, values)
+
+    def work(self: Any, values: tuple[Any, ...]) -> Any:
+        tensors = [] if shown.source is None else list(_tensors(values[shown.source]))
+        kind = "sparse_" if any(tensor.layout is not torch.strided for tensor in tensors) else ""
+        with ExitStack() as ranges:
+            ranges.enter_context(recorded_range(f"{NAME}:{kind}{shown.work}", tensors))
+            if (given := ranges.enter_context(taken_comm_name())) and not self.is_dispatched:
+                ranges.enter_context(recorded_range(given, tensors))
+            begun = method(self, *values)
+            if not getattr(values[-1] if values else None, "asyncOp", True) and self.state.coalesced is None:
+                begun.wait()
+            return begun
+
+    return record
+
+
+def note_pass(progress: Progress) -> None:
+    """Say that the training thread is in a backward pass, if so: a group hears of none but by the calls in it."""
+    if progress.phase != BACKWARD and is_in_node():
+        progress.enter(BACKWARD)
+        at_end_of_backward(progress.leave)
+
+
+def traces(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what does ``method``, and writes a span into the trace when it is over."""
+    shown = _CALLS.get(name)
+    if shown is None:
+        return method
+
+    @wraps(method)
+    def trace(self: Any, *values: Any) -> Any:
+        span, now_ns = self.state.communicator.trace.span, self.state.communicator.trace.now_ns
+        tensors = () if shown.source is None else _tensors(values[shown.source])
+        label = " ".join([shown.work, *map(_about, tensors)])
+        start_ns = now_ns()
+        begun = method(self, *values)
+        if isinstance(begun, CallWork):
+            begun.when_over(lambda: span(label, "call", start_ns, now_ns()))
+        return begun
+
+    return trace
+
+
+def _about(tensor: torch.Tensor) -> str:
+    """``"[1024,1024] float32"``."""
+    return f"[{','.join(map(str, tensor.shape))}] {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    else:
+        for value in values or ():
+            yield from _tensors(value)

@@ -22,7 +22,7 @@ from syncline.last_words import leave_at_exit, tell_number
 from syncline.observe import Trace, tell_if_long
 from syncline.pytorch.environment import FLAT, MEASURE, Environment
 from syncline.pytorch.reporting import trace_folder
-from syncline.pytorch.user_secret import user_secret
+from syncline.pytorch.secret import user_secret
 from syncline.runtime import CommunicationLoop, Communicator, match_topology
 from syncline.schedule import with_gateways_chosen
 from syncline.topology import Topology

@@ -19,15 +19,14 @@ from syncline.observe import tell_if_long
 from syncline.priorities.settings import Priorities
 from syncline.priorities.tuner import ClassTuner
 from syncline.pytorch.buffers import BufferBroadcast
+from syncline.pytorch.consistency import broadcast_model, check_agreement, describe, describe_model
 from syncline.pytorch.control import offer_no_sync, withdraw_no_sync
 from syncline.pytorch.elastic_training import ElasticTraining, begin_elastic
-from syncline.pytorch.flatten import Named, check_parameters, flatten, plan_model, trained_parameters
+from syncline.pytorch.flatten import Named, check_parameters, check_storages, flatten, plan_model, trained_parameters
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.optimizer_state import divide_existing_state
 from syncline.pytorch.registry import add_training, check_untrained, remove_training
-from syncline.pytorch.same_model import broadcast_model, check_agreement, describe, describe_model
 from syncline.pytorch.samples import SampleCount
-from syncline.pytorch.shared_storages import check_storages
 from syncline.pytorch.sync_batch_norm import (
     check_joinable,
     check_layers,

@@ -17,6 +17,7 @@ from syncline.pytorch.buffers import BufferBroadcast
 from syncline.pytorch.consistency import Consistency
 from syncline.pytorch.contributions import Gradients
 from syncline.pytorch.detachable import Hook
+from syncline.pytorch.divided_gradient import StandIns
 from syncline.pytorch.flatten import WriteStatus, check_in_place
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.inner_calls import InnerCalls
@@ -25,7 +26,6 @@ from syncline.pytorch.notices import Notice, leaving_of
 from syncline.pytorch.outside_gradients import OutsideGradients
 from syncline.pytorch.samples import SampleCount
 from syncline.pytorch.sparse_gradients import SparseGradients
-from syncline.pytorch.stand_ins import StandIns
 from syncline.pytorch.waiting import WaitingParameters
 from syncline.pytorch.watch import StepWatch
 from syncline.updates import Updater

@@ -14,8 +14,8 @@ from syncline.errors import SynclineError
 from syncline.fabric import ABORTED, Fabric, FabricOptions, PeerStalls, Rendezvous, Store, connect_tcp
 from syncline.fabric.open_files import check_open_files
 from syncline.observe import NullTrace, Trace
+from syncline.priorities.settings import Priorities
 from syncline.runtime.call import BasicSettings, Call, CallSettings, CollectiveCall, common_settings
-from syncline.runtime.connection_classes import ConnectionClasses
 from syncline.runtime.control import Failure, Tally
 from syncline.runtime.engine import Engine
 from syncline.runtime.failures import CRASH, LOSSES, PEER_LOST, reason_of
@@ -44,6 +44,8 @@ FLUSH_S = 1.0
 """A rank that is killed leaves a trace without its last second."""
 CLOSE_S = 30.0
 """The fabric's own deadline ends a close long before; this one is for a loop that does not answer."""
+LOOP_ANSWERS_S = 30.0
+"""The fabric keeps its own deadlines; this is for a loop that does not answer."""
 
 
 class Communicator:
@@ -544,3 +546,55 @@ def link_engine(loop: CommunicationLoop, engine: Engine, fabric: Fabric) -> Engi
         crash=lambda error: loop.call_soon(engine.crash, error),
         stalls=fabric.stalls,
     )
+
+
+class ConnectionClasses:
+    """What all models of a job want of their connections; all ranks call its methods alike, on their training threads.
+
+    Connections are opened once and stay. Messages, windows and grants have the sizes of several classes only while a
+    model uses several: small ones let an urgent message overtake, and cost more of them.
+    """
+
+    def __init__(self, fabric: Fabric, loop: CommunicationLoop, *, timeout_s: float) -> None:
+        self._fabric = fabric
+        self._loop = loop
+        self._timeout_s = timeout_s
+        self._of_models: dict[int, tuple[int, ...]] = {}
+        self._is_sized_for_several = False
+
+    @property
+    def of_buckets(self) -> tuple[tuple[int, ...], ...]:
+        """The class of each bucket, model by model."""
+        return tuple(self._of_models.values())
+
+    def check(self, priorities: Priorities) -> None:
+        """Raise ``ConfigurationError`` if it can be seen now that these cannot be opened; nothing is opened."""
+        self._open(priorities, only_check=True)
+
+    def open(self, priorities: Priorities) -> None:
+        """Open these connections to every peer, and wait for them; sizes are those of several classes then.
+
+        Opens nothing that is open. Raises ``ConfigurationError`` where ranks differ, ``HandshakeError`` at the deadline
+        and ``PeerLostError``, with who.
+        """
+        self._open(priorities, only_check=False)
+        self._is_sized_for_several |= priorities.is_on
+
+    def assign(self, stream: int, classes: Sequence[int], priorities: Priorities | None = None) -> None:
+        """Note the class of each bucket of a model, the first of which has ``stream``.
+
+        With ``priorities`` connections and sizes follow: several classes are opened as by :meth:`open`, and sizes are
+        those of one class again once no model has several.
+        """
+        self._of_models[stream] = tuple(classes)
+        if priorities is None:
+            return
+        if len(set(classes)) > 1:
+            self.open(priorities)
+        elif self._is_sized_for_several and all(len(set(each)) <= 1 for each in self._of_models.values()):
+            self._is_sized_for_several = False
+            self._loop.run(self._fabric.use_one_class(), LOOP_ANSWERS_S)
+
+    def _open(self, priorities: Priorities, *, only_check: bool) -> None:
+        opening = self._fabric.open_classes(priorities, timeout_s=self._timeout_s, only_check=only_check)
+        self._loop.run(opening, self._timeout_s + LOOP_ANSWERS_S)

@@ -1,4 +1,4 @@
-// Which call's next slice begins, and whether it may; the rules stand in `runtime/slice_order.py`.
+// Which call's next slice begins, and whether it may; the rules stand in `runtime/python_slice_executor.py`.
 #pragma once
 
 #include <algorithm>

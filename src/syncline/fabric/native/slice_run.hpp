@@ -1,5 +1,5 @@
 // One slice of one call on its way, without the interpreter. What it does, and why in this order, stands in the Python
-// modules `runtime/dataflow.py` and `runtime/slicerun.py`; both sides must leave the same bits.
+// modules `runtime/dataflow.py` and `runtime/python_slice_executor.py`; both sides must leave the same bits.
 #pragma once
 
 #include <cstdint>

@@ -15,9 +15,9 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 
+from syncline.endpoints import without_brackets
 from syncline.errors import ConfigurationError
-from syncline.pytorch.launchers.clouds import dstack, skypilot
-from syncline.pytorch.launchers.kubernetes import job_set, train_job
+from syncline.pytorch.launchers.clouds import dstack, job_set, skypilot, train_job
 from syncline.pytorch.launchers.mpi import mpich, open_mpi
 from syncline.pytorch.launchers.place import (
     DEFAULT_MASTER_PORT,
@@ -25,15 +25,47 @@ from syncline.pytorch.launchers.place import (
     Launcher,
     Place,
     check_place,
+    optional_number,
     whole_number,
 )
 from syncline.pytorch.launchers.slurm import srun
-from syncline.pytorch.launchers.torchrun import ray_train, torchrun
 
 __all__ = ["DEFAULT_MASTER_PORT", "LAUNCHERS", "Launcher", "Place", "find_place", "whole_number"]
+_OTHERS: tuple[Launcher, ...] = (open_mpi, mpich, skypilot, dstack, train_job, srun, job_set)
+
+
+def torchrun(values: Mapping[str, str]) -> Place | None:
+    """Read ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.
+
+    >>> place = torchrun({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a0", "MASTER_PORT": "29500"})
+    >>> place.rank, place.world_size, place.master_address
+    (1, 2, 'a0')
+    """
+    if not values.get("WORLD_SIZE") or not values.get("RANK"):
+        return None
+    place = Place(
+        rank=whole_number(values, "RANK", 0),
+        world_size=whole_number(values, "WORLD_SIZE", 1),
+        source="WORLD_SIZE",
+        local_rank=optional_number(values, "LOCAL_RANK"),
+        local_world_size=optional_number(values, "LOCAL_WORLD_SIZE"),
+        master_address=without_brackets(values.get("MASTER_ADDR", "")) or None,
+        master_port=optional_number(values, "MASTER_PORT") if values.get("MASTER_PORT") else None,
+    )
+    return check_place(place, "RANK")
+
+
+def ray_train(values: Mapping[str, str]) -> Place | None:
+    """Read what a worker of Ray Train finds: torchrun's variables with ``NODE_RANK`` in place of ``GROUP_RANK``.
+
+    Ray has made a process group before the user's function runs, so the ranks meet at that group's store.
+    """
+    if not values.get("NODE_RANK") or values.get("GROUP_RANK"):
+        return None
+    return torchrun(values)
+
 
 _NAMED: tuple[Launcher, ...] = (ray_train, torchrun)
-_OTHERS: tuple[Launcher, ...] = (open_mpi, mpich, skypilot, dstack, train_job, srun, job_set)
 LAUNCHERS = _NAMED + _OTHERS
 """In the order in which they are asked."""
 

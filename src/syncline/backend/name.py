@@ -1,3 +1,0 @@
-"""The name by which ``torch.distributed`` knows the backend."""
-
-NAME = "syncline"
