@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from syncline.cli.advice import RING, Advice
-from syncline.cli.advise import advise, show
+from syncline.cli.advice import RING, Advice, advise, show
 from syncline.cli.comparison import compare_planners
 from syncline.cli.step_plan import plan_replicas, plan_step
 from syncline.errors import ConfigurationError, SynclineError

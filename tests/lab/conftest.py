@@ -4,9 +4,8 @@ import os
 
 import pytest
 
-from syncline.lab.hostnames import labs_with_host_names
 from syncline.lab.programs import namespace_names
-from syncline.lab.records import all_records
+from syncline.lab.records import all_records, labs_with_host_names
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ import socket
 import pytest
 
 from syncline.errors import LabError
-from syncline.lab.hostnames import labs_with_host_names, remove_host_names, write_host_names
 from syncline.lab.plan import plan_lab
+from syncline.lab.records import labs_with_host_names, remove_host_names, write_host_names
 from syncline.topology import Topology
 
 

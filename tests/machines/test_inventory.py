@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from syncline.errors import ConfigurationError
-from syncline.machines.inventory import Inventory
+from syncline.machines.clustering import Inventory
 from syncline.topology import Topology
 
 FLAT = Topology.flat(4)

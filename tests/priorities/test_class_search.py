@@ -11,8 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.errors import ScheduleError
-from syncline.priorities.class_search import divide_by_proportions, search_classes
-from syncline.priorities.forward_timing import ForwardProfile, assumed_issue_s, predict_forward
+from syncline.priorities.forward_timing import (
+    ForwardProfile,
+    assumed_issue_s,
+    divide_by_proportions,
+    predict_forward,
+    search_classes,
+)
 from syncline.priorities.settings import Priorities
 
 

@@ -28,8 +28,7 @@ from syncline.last_words import note
 from syncline.pytorch.metrics import publish
 from syncline.runtime import Communicator
 from syncline.runtime.control import Tally
-from syncline.tensors.checks import check_tensors
-from syncline.tensors.collectives import TensorCollectives
+from syncline.tensors.collectives import TensorCollectives, check_tensors
 from syncline.tensors.device_copies import CudaCopier, DeviceCopier
 from syncline.tensors.memory import ScratchPool, bytes_of, host_memory_of, landing_memory_of, put_back
 from syncline.tensors.staging import StagedCollectives, Staging

@@ -9,8 +9,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from syncline.priorities.class_search import divide_by_proportions, search_classes
-from syncline.priorities.forward_timing import ForwardPrediction, ForwardProfile, assumed_issue_s, predict_forward
+from syncline.priorities.forward_timing import (
+    ForwardPrediction,
+    ForwardProfile,
+    assumed_issue_s,
+    divide_by_proportions,
+    predict_forward,
+    search_classes,
+)
 from syncline.priorities.settings import Priorities
 from syncline.runtime.plans import Plans
 from syncline.schedule import Collective, predict

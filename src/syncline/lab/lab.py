@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Any, Self, TypedDict
 
 from syncline.errors import LabError
-from syncline.lab.hostnames import write_host_names
 from syncline.lab.plan import LabPlan, building_batches, choose_network, plan_lab
 from syncline.lab.programs import (
     check_congestion,
@@ -26,7 +25,7 @@ from syncline.lab.programs import (
     skip_packet_filters,
 )
 from syncline.lab.queues import DEFAULT_DSCP_BY_PRIORITY, QueueSettings, choose_queues
-from syncline.lab.records import LabRecord, create_record
+from syncline.lab.records import LabRecord, create_record, write_host_names
 from syncline.lab.removal import clean, end_process_groups, remove_lab
 from syncline.topology import DirectedLink, Topology
 from syncline.variables import process_variables

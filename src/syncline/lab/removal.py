@@ -13,10 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from syncline.errors import LabError
-from syncline.lab.hostnames import labs_with_host_names, remove_host_names
 from syncline.lab.plan import NAMESPACE_PREFIX, lab_id_of
 from syncline.lab.programs import check_machine, delete_namespaces, namespace_names, processes_in
-from syncline.lab.records import RECORDS, LabRecord, all_records, remove_incomplete_records
+from syncline.lab.records import (
+    RECORDS,
+    LabRecord,
+    all_records,
+    labs_with_host_names,
+    remove_host_names,
+    remove_incomplete_records,
+)
 
 _POLL_S = 0.02
 _KILL_S = 5.0

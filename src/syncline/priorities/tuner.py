@@ -26,8 +26,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from syncline.priorities.class_search import divide_by_proportions, search_classes
-from syncline.priorities.forward_timing import ForwardPrediction, ForwardProfile, predict_forward
+from syncline.priorities.forward_timing import (
+    ForwardPrediction,
+    ForwardProfile,
+    divide_by_proportions,
+    predict_forward,
+    search_classes,
+)
 from syncline.priorities.meter import StepMeter, StepSample, median_of
 from syncline.priorities.settings import Priorities
 

@@ -21,7 +21,6 @@ from syncline.fabric.sockets import resolve_address
 from syncline.last_words import leave_at_exit, tell_number
 from syncline.observe import Trace, tell_if_long
 from syncline.pytorch.environment import FLAT, MEASURE, Environment
-from syncline.pytorch.reporting import trace_folder
 from syncline.pytorch.secret import user_secret
 from syncline.runtime import CommunicationLoop, Communicator, match_topology
 from syncline.schedule import with_gateways_chosen
@@ -227,6 +226,8 @@ def _loopback_hint(environment: Environment) -> str:
 def _open_trace(environment: Environment, topology: Topology) -> Trace | None:
     given = environment.trace
     if given is None and not environment.join and (target := process_variables().get(REPORT)):
+        from syncline.report.page import trace_folder  # nobody else needs what makes pages
+
         given = trace_folder(Path(target), rank=environment.rank, world_size=environment.world_size)
     if given is None or isinstance(given, Trace):
         return given

@@ -2,10 +2,16 @@
 
 Tables say everything that pictures show. Pictures are SVG, drawn here: rectangles and lines are all that is needed, and
 a plotting library would bring a megabyte of scripts.
+
+Under any launcher (``SYNCLINE_REPORT``) every rank traces, and rank 0 writes the page when its process ends.
 """
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from itertools import pairwise
@@ -80,6 +86,9 @@ svg text { font: 11px system-ui, sans-serif; fill: var(--faint); } .spark { widt
   .timeline svg text { font-size: 11px; } .said li { font-size: 1rem; } .time .bar { display: block; }
   th, td { padding-right: .6rem; } th[scope=row] { min-width: 9.5rem; max-width: 14rem; } .parts { min-width: 10rem; } }
 """ + "".join(f".{kind} {{ fill: var(--{kind}); background: var(--{kind}); }}\n" for kind in (*MEANING, "wait"))
+WAIT_S = 5.0
+"""How long rank 0 waits until the other ranks have completed their traces."""
+_TAIL = b"]\n"
 
 
 def build_page(explanation: Explanation, *, title: str = "Syncline") -> str:
@@ -474,3 +483,39 @@ def write_report(trace: Path, target: Path, *, title: str) -> None:
         raise ConfigurationError(
             f"a report must be a file in a folder that can be written to; '{target}' is not: {error.strerror}"
         ) from error
+
+
+def trace_folder(target: Path, *, rank: int, world_size: int) -> Path:
+    """Return where the ranks write their traces; rank 0 makes the report of them when its process ends.
+
+    Call it before the trace is opened, so that it is closed before. Raises :class:`ConfigurationError` if the folder
+    cannot be made. Traces that are on other machines are missing in the report.
+    """
+    target = target.absolute()
+    folder = target.with_name(f"{target.name}.parts")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"trace-{rank}.json").unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"SYNCLINE_REPORT: {folder} cannot be made: {error.strerror}") from error
+    if rank == 0:
+        atexit.register(_write, folder, target, world_size)
+    return folder
+
+
+def _write(folder: Path, target: Path, world_size: int) -> None:
+
+    end_s = time.monotonic() + WAIT_S
+    while time.monotonic() < end_s and sum(map(_is_complete, folder.glob("*.json"))) < world_size:
+        time.sleep(0.05)
+    try:
+        write_report(folder, target, title=Path(sys.argv[0]).name)
+    except ConfigurationError as error:
+        print(f"syncline: {error}", file=sys.stderr)
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    print(f"syncline: report: {target}", file=sys.stderr, flush=True)
+
+
+def _is_complete(path: Path) -> bool:
+    return path.read_bytes()[-len(_TAIL) :] == _TAIL

@@ -6,11 +6,10 @@ from syncline.late_imports import late_names
 
 if TYPE_CHECKING:
     from syncline.runtime.call import CollectiveCall
-    from syncline.runtime.communicator import Communicator
+    from syncline.runtime.communicator import Communicator, communicators_in_memory
     from syncline.runtime.engine import Engine
     from syncline.runtime.host_names import match_topology
     from syncline.runtime.loop import CommunicationLoop
-    from syncline.runtime.memory import communicators_in_memory
     from syncline.runtime.reduction import Reduction, numpy_reduction
     from syncline.runtime.statistics import FleetStatistics
     from syncline.runtime.work import Work
@@ -31,8 +30,7 @@ __all__ = [
 __getattr__ = late_names(
     __name__,
     {
-        "communicator": "Communicator",
-        "memory": "communicators_in_memory",
+        "communicator": "Communicator communicators_in_memory",
         "call": "CollectiveCall",
         "work": "Work",
         "reduction": "Reduction numpy_reduction",

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-from syncline.arguments import checked
+from syncline.arguments import Count, checked
 from syncline.errors import SynclineError
-from syncline.fabric import ABORTED, Fabric, FabricOptions, PeerStalls, Rendezvous, Store, connect_tcp
+from syncline.fabric import (
+    ABORTED,
+    Fabric,
+    FabricOptions,
+    MemoryFabric,
+    PeerStalls,
+    Rendezvous,
+    Store,
+    connect_tcp,
+    memory_fabrics,
+)
 from syncline.fabric.open_files import check_open_files
 from syncline.observe import NullTrace, Trace
 from syncline.priorities.settings import Priorities
@@ -598,3 +609,50 @@ class ConnectionClasses:
     def _open(self, priorities: Priorities, *, only_check: bool) -> None:
         opening = self._fabric.open_classes(priorities, timeout_s=self._timeout_s, only_check=only_check)
         self._loop.run(opening, self._timeout_s + LOOP_ANSWERS_S)
+
+
+@checked
+def communicators_in_memory(
+    num_ranks: Count, topology: Topology | None = None, *, seed: int | None = None, **options: Any
+) -> tuple[Communicator, ...]:
+    """Return ``num_ranks`` communicators on one loop; the thread ends when the last of them is closed.
+
+    ``topology``: default one switch, one host for each rank; :class:`TopologyError` if it has another number of ranks.
+    With a ``seed``, messages are delivered in a random order that the seed replays. ``options`` are those of
+    :class:`Communicator`.
+
+    >>> first, second = communicators_in_memory(2)
+    >>> first.world_size
+    2
+    >>> first.abort(); second.abort()
+    """
+    loop = CommunicationLoop("syncline memory")
+    loop.start()
+
+    async def connect() -> tuple[MemoryFabric, ...]:
+        return memory_fabrics(num_ranks, seed=seed)
+
+    try:
+        fabrics = loop.run(connect(), CLOSE_S)
+        on_close = _Countdown(num_ranks, loop).count
+        shape = topology if topology is not None else Topology.flat(num_ranks)
+        return tuple(Communicator(loop, fabric, shape, on_close=on_close, **options) for fabric in fabrics)
+    except BaseException:
+        loop.stop()
+        raise
+
+
+class _Countdown:
+    """Stops the loop when all communicators are closed."""
+
+    def __init__(self, num_open: int, loop: CommunicationLoop) -> None:
+        self._num_open = num_open
+        self._loop = loop
+        self._lock = threading.Lock()
+
+    def count(self) -> None:
+        with self._lock:
+            self._num_open -= 1
+            is_last = self._num_open == 0
+        if is_last:
+            self._loop.stop()

@@ -9,7 +9,7 @@ import torch
 
 from memory_ports import WAIT_S, Ports
 from syncline.errors import ConfigurationError
-from syncline.machines.inventory import Inventory
+from syncline.machines.clustering import Inventory
 from syncline.runtime.tags import first_tag
 from syncline.schedule import Collective, Layout, choose
 from syncline.topology import Topology

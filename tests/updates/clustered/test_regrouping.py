@@ -9,7 +9,7 @@ from clustered_training import KilledError, batch, train
 
 from small_regression import loss_of, make_adam, make_model, make_sgd, parameters_of
 from syncline.errors import ConfigurationError
-from syncline.machines.inventory import Inventory
+from syncline.machines.clustering import Inventory
 from syncline.pytorch.distribute import distribute
 from syncline.topology import Topology
 from syncline.updates.clustered.grouping import Regrouping

@@ -16,9 +16,8 @@ from typing import Annotated, Literal
 
 from syncline.arguments import Count, Whole
 from syncline.errors import ConfigurationError
-from syncline.machines.clustering import keep_numbers, reconsider
+from syncline.machines.clustering import Inventory, keep_numbers, reconsider
 from syncline.machines.features import BATCH, Feature, FeatureHistory, Features
-from syncline.machines.inventory import Inventory
 from syncline.machines.measurement import read_moment
 from syncline.machines.nvml import Gpu, find_gpu
 from syncline.topology import Host

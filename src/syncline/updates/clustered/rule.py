@@ -12,7 +12,7 @@ import torch
 
 from syncline.arguments import Count, Share, Whole, check_fields
 from syncline.errors import ConfigurationError
-from syncline.machines.inventory import Inventory
+from syncline.machines.clustering import Inventory
 from syncline.machines.measurement import read_machine
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
 from syncline.updates.bucket_schedule import BucketScheduleOptions
