@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from thread_device import WAIT_S, ThreadDevice
 
 from syncline.backend.group_state import GroupState
 from syncline.backend.group_streams import GroupStreams
 from syncline.backend.inner_groups import DevicePlace, TorchInnerGroup
 from syncline.runtime.tags import NUM_STREAMS
+from thread_device import WAIT_S, ThreadDevice
 from thread_fleets import run_fleets
 
 Body = Callable[[GroupState, "GlooBackend"], Any]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from syncline.errors import ConfigurationError
-from syncline.tensors.checks import check_tensors
+from syncline.tensors.collectives import check_tensors
 from syncline.tensors.device_copies import CopyKind, CopyRange, CudaCopier, HostCopy, PlainCopier, find_copier
 
 GPU = torch.device("cuda", 0)

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_group_collectives import check_moves, check_reductions
-from thread_device import WAIT_S, ThreadDevice
 from thread_groups import run_groups
 
 from syncline.backend import group_state
@@ -31,6 +30,7 @@ from syncline.tensors.collectives import TensorCollectives
 from syncline.tensors.device_copies import CopyKind
 from syncline.tensors.staging import StagedCollectives, Staging
 from syncline.topology import Topology
+from thread_device import WAIT_S, ThreadDevice
 from thread_fleets import run_fleets
 
 WORLD = 3

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from host_devices import GlooBackend, StuckGroup, run_hosts
-from thread_device import WAIT_S
 
 from syncline.backend import hierarchical
 from syncline.backend.creation import SynclineProcessGroup
 from syncline.backend.group_state import GroupState
 from syncline.errors import ConfigurationError, DeadlineError, FabricError, MismatchError, PeerLostError, SynclineError
+from thread_device import WAIT_S
 
 PAIRS = ("a", "a", "b", "b")
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
