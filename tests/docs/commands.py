@@ -9,14 +9,12 @@ import re
 import shlex
 import tomllib
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import typer.main
 from markdown_pages import ROOT
 
-from syncline.cli.main import COMMANDS
+from syncline.cli.main import COMMANDS, load_command
 
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 VARIABLES = {"ARGS", *re.findall(r"^([A-Z]+) \?=", (ROOT / "Makefile").read_text(), re.MULTILINE)}
@@ -63,7 +61,7 @@ def check_names(words: Sequence[str], folder: Path = ROOT) -> None:
     for word in words[1:]:
         if command is None:
             assert word in COMMANDS or word.startswith("-"), f"syncline has no command {word!r}"
-            command = _command(word) if word in COMMANDS else None
+            command = load_command(word) if word in COMMANDS else None
         elif hasattr(command, "commands"):
             command = command.commands[word]
         elif word == "--":
@@ -73,13 +71,9 @@ def check_names(words: Sequence[str], folder: Path = ROOT) -> None:
             assert word.split("=")[0] in options | {"--help"}, f"{' '.join(words)}: no option {word}"
 
 
-def _command(name: str) -> Any:
-    return typer.main.get_command(import_module(COMMANDS[name][0]).app)
-
-
 def _parse(words: list[str], folder: Path) -> Any:
     assert words[0] in COMMANDS, f"syncline has no command {words[0]!r}"
-    command, name, rest = _command(words[0]), words[0], words[1:]
+    command, name, rest = load_command(words[0]), words[0], words[1:]
     context = command.make_context(name, rest)
     if hasattr(command, "commands"):
         name, command, rest = command.resolve_command(context, words[1:])

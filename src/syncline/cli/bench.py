@@ -41,7 +41,7 @@ from syncline.bench.task import (
     choose_peers,
 )
 from syncline.cli.commands import new_app, spread
-from syncline.cli.lab_options import LabOptions
+from syncline.cli.lab import LabOptions
 from syncline.cli.launcher.launch import Request, launch
 from syncline.cli.launcher.scratch import shared_secret
 from syncline.errors import ConfigurationError, LaunchError

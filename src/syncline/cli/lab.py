@@ -1,8 +1,10 @@
-"""``syncline lab``: an emulated cluster on this machine, by hand. Each command is one function of the lab."""
+"""``syncline lab``: an emulated cluster on this machine, by hand. Each command is one function of the lab.
 
-from __future__ import annotations
+Annotations are evaluated here, not kept as text: a class in another module inherits the fields of :class:`LabOptions`.
+"""
 
 import sys
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -11,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from syncline.cli.commands import new_app, spread
-from syncline.cli.lab_options import LabOptions
 from syncline.cli.launcher.scratch import shared_secret
 from syncline.lab import operations
+from syncline.lab.lab import LabSettings
 from syncline.lab.operations import LabStatus
+from syncline.lab.queues import QUEUE_KINDS
 from syncline.topology import DirectedLink
 from syncline.units import format_rate, format_size
 from syncline.variables import process_variables
@@ -28,6 +31,31 @@ TopologyArgument = Annotated[str, typer.Argument(metavar="TOPOLOGY", help="A top
 CommandArgument = Annotated[list[str], typer.Argument(metavar="[--] COMMAND...", help="What to run.")]
 LabOption = Annotated[str | None, typer.Option("--lab", metavar="ID", help="Which lab, if there are several.")]
 PrioritiesOption = Annotated[bool, typer.Option("--priorities", help="Give ports strict-priority classes by DSCP.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabOptions:
+    """How the lab differs from the usual one: options of every command that builds one."""
+
+    queues: Annotated[
+        str, typer.Option("--queues", metavar="KIND", help=f"Kind of switches: {', '.join(QUEUE_KINDS)}.")
+    ] = "default"
+    congestion: Annotated[
+        str | None,
+        typer.Option("--congestion", metavar="NAME", help="Congestion control of all: bbr, cubic, reno."),
+    ] = None
+    packet_filters: Annotated[
+        bool, typer.Option("--packet-filters", help="Let bridges ask the packet filters, as with Docker.")
+    ] = False
+
+    def settings(self, *, priorities: bool = False) -> LabSettings:
+        """Return them as the lab takes them."""
+        return LabSettings(
+            priorities=priorities,
+            queues=self.queues,
+            congestion=self.congestion,
+            packet_filters=self.packet_filters,
+        )
 
 
 @app.command(context_settings=COMMAND_SETTINGS)

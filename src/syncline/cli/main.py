@@ -35,6 +35,12 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 }
 
 
+def load_command(name: str) -> Any:
+    """Import a command: its module's app, or that app's command of this name, where several share the module."""
+    found: Any = typer.main.get_command(import_module(COMMANDS[name][0]).app)
+    return getattr(found, "commands", {}).get(name, found)
+
+
 class _Commands(typer.core.TyperGroup):
     """Knows its commands by name and one line; the rest is imported when one of them is called."""
 
@@ -52,8 +58,7 @@ class _Commands(typer.core.TyperGroup):
         """Find the command that ``args`` begin with, and import it."""
         name, command, rest = super().resolve_command(ctx, args)
         if name is not None and name in COMMANDS:
-            found: Any = typer.main.get_command(import_module(COMMANDS[name][0]).app)
-            command = getattr(found, "commands", {}).get(name, found)
+            command = load_command(name)
         return name, command, rest
 
 

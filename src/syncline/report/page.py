@@ -33,7 +33,7 @@ from syncline.report.explanation import (
     explain,
 )
 from syncline.report.job_trace import JobTrace, RankTrace, Span, read_job_trace
-from syncline.report.link_table import format_rates, network_links
+from syncline.report.terminal import format_rates, network_links
 from syncline.topology import DirectedLink
 from syncline.units import format_duration, format_size
 
