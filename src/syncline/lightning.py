@@ -26,8 +26,7 @@ from syncline.priorities.settings import Priorities
 from syncline.pytorch.consistency import DEFAULT_EVERY
 from syncline.pytorch.control import no_sync
 from syncline.pytorch.distribute import distribute
-from syncline.pytorch.environment import read_environment
-from syncline.pytorch.existing_group import find_group
+from syncline.pytorch.environment import find_group, read_environment
 from syncline.pytorch.fleet import Fleet, current_fleet
 from syncline.pytorch.init import init
 from syncline.pytorch.launchers import whole_number

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from syncline.lab import removal, running
+from syncline.lab import records, running
 from syncline.lab.operations import run
 from syncline.topology import Topology
 
@@ -68,7 +68,7 @@ def test_hosts_that_stay_after_a_failure_are_ended(monkeypatch):
 
     def signal_groups(processes, number):
         sent.append(number)
-        removal.signal_groups(processes, number)
+        records.signal_groups(processes, number)
 
     monkeypatch.setattr(running, "GRACE_S", 0.2)
     monkeypatch.setattr(running, "signal_groups", signal_groups)

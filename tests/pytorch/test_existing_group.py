@@ -8,8 +8,7 @@ import pytest
 
 from rank_scripts import run_script
 from syncline.errors import ConfigurationError
-from syncline.pytorch.environment import Arguments, read_environment
-from syncline.pytorch.existing_group import GroupPlace, find_group
+from syncline.pytorch.environment import Arguments, GroupPlace, find_group, read_environment
 
 SCRIPT = Path(__file__).with_name("existing_group_process.py")
 GROUP = GroupPlace(rank=1, world_size=3, address="10.0.0.9")

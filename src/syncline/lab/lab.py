@@ -25,8 +25,7 @@ from syncline.lab.programs import (
     skip_packet_filters,
 )
 from syncline.lab.queues import DEFAULT_DSCP_BY_PRIORITY, QueueSettings, choose_queues
-from syncline.lab.records import LabRecord, create_record, write_host_names
-from syncline.lab.removal import clean, end_process_groups, remove_lab
+from syncline.lab.records import LabRecord, clean, create_record, end_process_groups, remove_lab, write_host_names
 from syncline.topology import DirectedLink, Topology
 from syncline.variables import process_variables
 

@@ -17,8 +17,7 @@ from typing import TextIO, Unpack
 from syncline.errors import LabError
 from syncline.lab.lab import Lab, LabSettings
 from syncline.lab.programs import check_machine
-from syncline.lab.records import LabRecord, all_records, find_record
-from syncline.lab.removal import clean, remove_lab
+from syncline.lab.records import LabRecord, all_records, clean, find_record, remove_lab
 from syncline.lab.running import run_on_hosts
 from syncline.topology import DirectedLink, Topology
 

@@ -1,4 +1,4 @@
-"""What is written down about each lab, so that a later command finds it, and what a killed run left can be removed.
+"""What is written down about each lab, so that a later command finds it, and how labs end, by what was written.
 
 A lab's folder is written before its first namespace is made and removed after its last: so no namespace of ours is ever
 without a record. The folders are in /run, which a reboot empties just as it removes namespaces.
@@ -6,6 +6,8 @@ without a record. The folders are in /run, which a reboot empties just as it rem
 The names of the hosts inside a lab are written too, as the `/etc/hosts` that a command in the lab sees: `ip netns exec`
 shows it the files in `/etc/netns/NAMESPACE` in place of those in `/etc`. The machine's own name leads to the lab's host
 there, since programs look up their own name to find their address.
+
+Processes end first, then namespaces, then the record; also those of labs whose owner was killed.
 """
 
 from __future__ import annotations
@@ -16,16 +18,20 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import socket
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from syncline.errors import LabError, TopologyError
 from syncline.lab.plan import NAMESPACE_PREFIX, LabHost, LabPlan, lab_id_of, plan_lab
+from syncline.lab.programs import check_machine, delete_namespaces, namespace_names, processes_in
 from syncline.topology import Topology
 
 RECORDS = Path("/run/syncline-lab")
@@ -33,6 +39,8 @@ _RECORD = "lab.json"
 _TOPOLOGY = "topology.yaml"
 _WRITING_S = 60.0  # nobody takes longer to write a record
 FOLDER = Path("/etc/netns")
+_POLL_S = 0.02
+_KILL_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,3 +205,71 @@ def _hosts_file(plan: LabPlan, own: LabHost, own_name: str) -> str:
         lines.append(f"{host.address} {' '.join(names)}")
         lines.append(f"::ffff:{host.address} {host.name}.lab")  # the form in which a listener on [::] sees its clients
     return "\n".join(lines) + "\n"
+
+
+def remove_lab(record: LabRecord) -> None:
+    """Kill what runs in a lab and remove it, however much of it was built."""
+    _remove_namespaces(_namespaces_of(record.lab_id))
+    remove_host_names(record.lab_id)
+    record.remove()
+
+
+def clean(records: Path = RECORDS) -> tuple[str, ...]:
+    """Remove every lab whose owner is dead, and every namespace of ours without a record; return the labs' ids."""
+    check_machine()
+    seen = {lab_id_of(name) for name in namespace_names() if name.startswith(NAMESPACE_PREFIX)} | labs_with_host_names()
+    known = all_records(records)  # read last: whatever was seen before then has its record by now
+    abandoned = {record.lab_id for record in known if record.is_abandoned}
+    orphans = seen - {record.lab_id for record in known}
+    for lab_id in abandoned | orphans:
+        _remove_namespaces(_namespaces_of(lab_id))
+        remove_host_names(lab_id)
+        shutil.rmtree(records / lab_id, ignore_errors=True)
+    remove_incomplete_records(records)
+    return tuple(sorted(abandoned | orphans))
+
+
+def end_process_groups(processes: Sequence[subprocess.Popen[Any]], *, grace_s: float) -> None:
+    """Ask the process groups to end (SIGTERM), and kill what is left after ``grace_s``."""
+    running = [process for process in processes if process.poll() is None]
+    if grace_s > 0:
+        signal_groups(running, signal.SIGTERM)
+        wait_for_all(running, timeout_s=grace_s)
+    signal_groups(running, signal.SIGKILL)
+    wait_for_all(running, timeout_s=_KILL_S)
+
+
+def wait_for_all(processes: Iterable[subprocess.Popen[Any]], *, timeout_s: float) -> bool:
+    """Wait until all processes have ended; False where the time was over first."""
+    deadline = time.monotonic() + timeout_s
+    for process in processes:
+        try:
+            process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return False
+    return True
+
+
+def signal_groups(processes: Iterable[subprocess.Popen[Any]], number: signal.Signals) -> None:
+    """Send a signal to the groups of the processes that still run: the id of an ended one may be another's by now."""
+    for process in processes:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, number)
+
+
+def _remove_namespaces(names: Sequence[str]) -> None:
+    deadline = time.monotonic() + _KILL_S
+    while (running := processes_in(names)) and time.monotonic() < deadline:
+        for process_id in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGKILL)
+        time.sleep(_POLL_S)
+    try:
+        delete_namespaces(names)
+    except LabError:
+        delete_namespaces(tuple(name for name in names if name in namespace_names()))  # somebody else cleans as well
+
+
+def _namespaces_of(lab_id: str) -> tuple[str, ...]:
+    return tuple(name for name in namespace_names() if name.startswith(f"{NAMESPACE_PREFIX}{lab_id}."))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, TextIO
 
 from syncline.lab.lab import Lab
-from syncline.lab.removal import signal_groups
+from syncline.lab.records import signal_groups
 
 GRACE_S = 10.0
 """How long the other hosts may go on after one has failed, or after Ctrl-C."""

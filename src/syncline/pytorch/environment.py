@@ -1,6 +1,10 @@
 """How this process joins its job: the arguments of ``init()``, else the variables of launchers and Syncline's own.
 
 Everything is checked once, here. An argument that is given goes before its variable (:mod:`syncline.variables`).
+
+A process group that exists before ``init()`` counts where launchers say nothing: Ray has made one when user code
+begins, and so have many scripts. Its ranks and its store are those of the job, and it has been proved by meeting once.
+Where launchers say something else, or the caller does, two parts of one process would train as different ranks.
 """
 
 from __future__ import annotations
@@ -12,18 +16,20 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from torch import distributed as dist
+
 from syncline.arguments import Seconds, check_fields
 from syncline.endpoints import MAX_PORT, parse_endpoint, parse_ports, without_brackets
 from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
 from syncline.fabric.options import NOWHERE
 from syncline.observe import Trace
-from syncline.pytorch.existing_group import GroupPlace, check_same
 from syncline.pytorch.launchers import DEFAULT_MASTER_PORT, Place, find_place, whole_number
 from syncline.pytorch.notices import OnPreemption
 from syncline.pytorch.secret import read_secret
 from syncline.runtime.communicator import DEFAULT_TIMEOUT_S
 from syncline.topology import Topology
+from syncline.updates.private_torch import default_store
 from syncline.variables import process_variables
 
 FLAT = "flat"
@@ -355,3 +361,47 @@ def _choose(values: Mapping[str, str], name: str, given: float | None, default: 
     if not 0 < seconds < math.inf:
         raise ConfigurationError(f"{who} must be a positive number of seconds, not {value!r}")
     return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlace:
+    """This process's place in the default process group."""
+
+    rank: int
+    world_size: int
+    address: str | None
+    """The host that serves the group's store; None if the store is a file, or in memory."""
+
+
+def find_group() -> GroupPlace | None:
+    """Return the place in the default process group; None if there is no such group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return GroupPlace(rank=dist.get_rank(), world_size=dist.get_world_size(), address=address_of(default_store()))
+
+
+def check_same(group: GroupPlace, values: Mapping[str, str], *, rank: int | None, world_size: int | None) -> None:
+    """Raise :class:`ConfigurationError` if the arguments, or else RANK and WORLD_SIZE, are not those of the group.
+
+    Slurm's and MPI's variables are not compared: what starts Ray leaves them to all that Ray starts.
+    """
+    pairs = (
+        ("rank", "RANK", rank, group.rank),
+        ("world_size", "WORLD_SIZE", world_size, group.world_size),
+    )
+    for argument, variable, given, of_group in pairs:
+        said = f"init({argument}={given})" if given is not None else f"{variable}={values.get(variable)}"
+        found = str(given) if given is not None else values.get(variable) or str(of_group)
+        if found.strip() != str(of_group):
+            raise ConfigurationError(
+                f"{said}, but this process is rank {group.rank} of {group.world_size} in the process group of "
+                "torch.distributed that exists already; leave the argument or the variable out, or call "
+                "torch.distributed.destroy_process_group() before syncline.init()"
+            )
+
+
+def address_of(store: Any) -> str | None:
+    """Return the host that serves a store of torch; None of a file, or of one in memory."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "host", None)

@@ -15,9 +15,16 @@ from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
 from syncline.observe import Trace
 from syncline.pytorch.connecting import connect, is_exposed, with_address, with_secret
-from syncline.pytorch.environment import MEASURE, UNWRITTEN, Arguments, Environment, read_environment, with_times
+from syncline.pytorch.environment import (
+    MEASURE,
+    UNWRITTEN,
+    Arguments,
+    Environment,
+    find_group,
+    read_environment,
+    with_times,
+)
 from syncline.pytorch.epochs import FleetGrowth
-from syncline.pytorch.existing_group import find_group
 from syncline.pytorch.fleet import Fleet, check_first, enter_fleet
 from syncline.pytorch.listening import choose_interface
 from syncline.pytorch.metrics import publish

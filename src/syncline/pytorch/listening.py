@@ -17,7 +17,7 @@ from syncline.endpoints import own_address
 from syncline.errors import ConfigurationError
 from syncline.fabric.records import Store
 from syncline.fabric.rendezvous import Member, Rendezvous
-from syncline.pytorch.environment import Environment
+from syncline.pytorch.environment import Environment, address_of
 
 LOOPBACK = "127.0.0.1"
 NO_PORT = 1
@@ -64,10 +64,7 @@ def reachable_address(torch_store: Any) -> str:
 
     That is the one from which it reaches the host that serves the store; of a file, that of the host's own name.
     """
-    store = torch_store
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    host = getattr(store, "host", None) or socket.gethostname()
+    host = address_of(torch_store) or socket.gethostname()
     address = own_address(host)
     if address is None or ipaddress.ip_address(address).is_loopback:
         raise ConfigurationError(

@@ -19,10 +19,10 @@ from syncline.fabric import PeerLeftError, PeerStalls, Transport
 from syncline.observe import NullTrace, Trace
 from syncline.runtime import control, failures
 from syncline.runtime.call import Call, Describer, trace_call
-from syncline.runtime.clock import Clock, Timer
 from syncline.runtime.control import ControlError, ControlKind, Failure, Tally
 from syncline.runtime.direct import DirectCall
 from syncline.runtime.executions import ActiveCall, Executions
+from syncline.runtime.loop import Clock, Timer
 from syncline.runtime.plans import MOST_INFLIGHT_BYTES
 from syncline.runtime.python_slice_executor import PythonSliceExecutor
 from syncline.runtime.same_calls import Agreement, CallKey, Disagreement, EarlyQuota, EarlyWaits

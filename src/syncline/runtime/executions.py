@@ -10,9 +10,9 @@ from syncline.errors import ConfigurationError
 from syncline.fabric import Transport
 from syncline.fabric.slice_executor import Execution, SlicedCall, SliceExecutor
 from syncline.runtime.call import Call, CollectiveCall, Description
-from syncline.runtime.clock import Timer
 from syncline.runtime.dataflow import Dataflows
 from syncline.runtime.direct import DirectCall, DirectExecution
+from syncline.runtime.loop import Timer
 from syncline.runtime.tags import check_tags_fit, first_tag
 from syncline.runtime.work import Work
 

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from syncline.fabric import Transport
 from syncline.fabric.slice_executor import SLICE_TAGS, Kind, Operation, SlicedCall
-from syncline.runtime.clock import Clock
+from syncline.runtime.loop import Clock
 
 
 class SliceHost(Protocol):
