@@ -49,7 +49,7 @@ def takes_torch_names(name: str, method: Callable[..., Any], num_data: int) -> C
     @wraps(method)
     def call(self: Any, *values: Any, **named: Any) -> Any:
         communicator = self.state.communicator
-        note_pass(communicator.progress)
+        _note_pass(communicator.progress)
         run = recorded if is_profiled() else traced if communicator.trace.enabled else method
         if not named and len(values) <= num_data + 1:
             return run(self, *values)
@@ -163,7 +163,7 @@ def records(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return record
 
 
-def note_pass(progress: Progress) -> None:
+def _note_pass(progress: Progress) -> None:
     """Say that the training thread is in a backward pass, if so: a group hears of none but by the calls in it."""
     if progress.phase != BACKWARD and is_in_node():
         progress.enter(BACKWARD)

@@ -61,7 +61,7 @@ def write_record(folder: Path, rows: Sequence[Row], facts: dict[str, Any], table
     if not has_matplotlib():
         return ("no plot.png: matplotlib is not installed; it comes with pip install 'syncline[report]'",)
     title = f"{facts['topology']}, {facts['ranks']} ranks, {facts['network']}"
-    draw_bars(folder / "plot.png", [_bars(group) for group in group_rows(rows)], title=title)
+    _draw_bars(folder / "plot.png", [_bars(group) for group in group_rows(rows)], title=title)
     return ()
 
 
@@ -73,8 +73,8 @@ def write_results(folder: Path, rows: Sequence[dict[str, Any]], facts: dict[str,
     (folder / "table.txt").write_text("\n".join([*lines, "", table.rstrip(), ""]))
 
 
-def _bars(group: Group) -> Bars:
-    return Bars(
+def _bars(group: Group) -> _Bars:
+    return _Bars(
         title=group.title,
         labels=tuple(row.method for row in group.rows),
         medians_s=tuple(row.median_s for row in group.rows),
@@ -105,7 +105,7 @@ def _commit() -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bars:
+class _Bars:
     """A panel: a bar for each method, a whisker from the fastest to the slowest round, a line at the bound if any."""
 
     title: str
@@ -121,7 +121,7 @@ def has_matplotlib() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def draw_bars(path: Path, panels: Sequence[Bars], *, title: str) -> None:
+def _draw_bars(path: Path, panels: Sequence[_Bars], *, title: str) -> None:
     """Draw the panels one below the other and save the picture; no display is needed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -428,12 +428,12 @@ def show(advice: Advice, batch: int | None, console: Console) -> None:
         f"{format_size(sum(advice.num_bytes))} of parameters in {len(advice.num_bytes)} buckets, "
         f"{advice.topology.num_ranks} ranks; a step computes for {format_duration(advice.compute_s)}\n"
     )
-    console.print(rule_table(advice, batch))
+    console.print(_rule_table(advice, batch))
     for sentence in advice.sentences():
         console.print(sentence, markup=False)
 
 
-def rule_table(advice: Advice, batch: int | None) -> Table:
+def _rule_table(advice: Advice, batch: int | None) -> Table:
     """Lay out one row for each rule, the fastest first."""
     caption = (
         "exposed: beyond computing; state: of Adam, on the rank that has most; compress= rounds what crosses slow links"

@@ -67,7 +67,7 @@ PERIOD_S = RestartLimits().period_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestartOptions:
+class _RestartOptions:
     """What was said of losses."""
 
     keep_going: Annotated[
@@ -135,7 +135,7 @@ OnPreemption = Annotated[
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
-@spread(RestartOptions, into="losses")
+@spread(_RestartOptions, into="losses")
 def run(
     script: Annotated[
         str, typer.Argument(metavar="SCRIPT", help="The script, or module, or program.", show_default=False)
@@ -157,7 +157,7 @@ def run(
     metrics: Metrics = None,
     foreground: Foreground = None,
     on_preemption: OnPreemption = None,
-    losses: RestartOptions,
+    losses: _RestartOptions,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as python -m has it.")] = False,
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program of its own.")] = False,
 ) -> None:

@@ -281,7 +281,7 @@ def _list(parts: Iterable[float]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaResult:
+class _ReplicaResult:
     """One choice of replicas in figures."""
 
     name: str
@@ -301,7 +301,7 @@ class ReplicaPlan:
     topology: Topology
     num_bytes: int
     chosen: Replicas
-    results: tuple[ReplicaResult, ...]
+    results: tuple[_ReplicaResult, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -360,8 +360,8 @@ def _level_of(replicas: Replicas, topology: Topology) -> int:
     return next(level for level in count() if find_replicas(topology, level) == replicas)
 
 
-def _result(name: str, step: ReplicaStep) -> ReplicaResult:
-    return ReplicaResult(name=name, replicas=step.replicas, within=step.within, after=step.after, shares=step.shares)
+def _result(name: str, step: ReplicaStep) -> _ReplicaResult:
+    return _ReplicaResult(name=name, replicas=step.replicas, within=step.within, after=step.after, shares=step.shares)
 
 
 def show_replicas(plan: ReplicaPlan, console: Console) -> None:

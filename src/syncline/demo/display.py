@@ -207,7 +207,7 @@ def fleet_link_bytes(fleet: syncline.Fleet) -> dict[DirectedLink, int]:
     return dict(zip(links, counts.tolist(), strict=True))
 
 
-def ring_link_bytes(topology: Topology, num_bytes: int, num_steps: int) -> dict[DirectedLink, int]:
+def _ring_link_bytes(topology: Topology, num_bytes: int, num_steps: int) -> dict[DirectedLink, int]:
     """Return what as many all-reduces of ``num_bytes`` on a ring put on each link, as those of gloo and NCCL do."""
     ring = plan_ring(topology, Collective.ALL_REDUCE).draft
     return {link: num_steps * amount for link, amount in link_bytes(ring, topology, num_bytes).items()}
@@ -218,7 +218,7 @@ def show_closing(closing: Closing, topology: Topology, model: GPT, checkpoint: P
     console = Console(highlight=False)
     console.width = min(console.width, MAX_WIDTH)
     _show_curve(console, closing)
-    ring_bytes = ring_link_bytes(topology, 4 * model.num_parameters, closing.num_steps)
+    ring_bytes = _ring_link_bytes(topology, 4 * model.num_parameters, closing.num_steps)
     title = "Bytes per link in this run, all ranks together, and what DDP would have put there"
     console.print(link_table(topology, closing.link_bytes, title=title, beside={"DDP": ring_bytes}))
     console.print(

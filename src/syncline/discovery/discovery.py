@@ -149,7 +149,7 @@ def _lead(flat: Topology, measuring: Callable[[float], Measure], known: Topology
 
 def find_tree(num_hosts: int, measure: Measure) -> FittedTree:
     """Measure until there is nothing new to look at, and return the tree."""
-    rounds = [measure(flows) for flows in first_rounds(num_hosts)]
+    rounds = [measure(flows) for flows in _first_rounds(num_hosts)]
     looked_at: set[Set] = set()
     for _ in range(NUM_PASSES):
         tree = fit_tree(num_hosts, rounds)
@@ -158,8 +158,8 @@ def find_tree(num_hosts: int, measure: Measure) -> FittedTree:
         if not new:
             return tree
         looked_at |= set(new)
-        across = list(rounds_across(num_hosts, new))
-        inside = rounds_inside([each for each in tree.switches if not any(other < each for other in tree.switches)])
+        across = list(_rounds_across(num_hosts, new))
+        inside = _rounds_inside([each for each in tree.switches if not any(other < each for other in tree.switches)])
         rounds += [measure(flows) for flows in (*across, *inside, *across)]  # twice: one may be disturbed
     return fit_tree(num_hosts, rounds)
 
@@ -191,9 +191,9 @@ def look_at(known: Topology, measure: Measure) -> float:
     """Measure a few rounds; return by how much, as a part, one of four flows is off ``known``, or more."""
     num_hosts = len(known.hosts)
     firsts = sorted(host.ranks[0].rank for host in known.hosts)
-    looks = list(first_rounds(num_hosts))
+    looks = list(_first_rounds(num_hosts))
     looks = looks[:: max(1, len(looks) // NUM_LOOKS)][:NUM_LOOKS]
-    looks += list(rounds_across(num_hosts, _switches(known, firsts)[:NUM_LOOKS]))
+    looks += list(_rounds_across(num_hosts, _switches(known, firsts)[:NUM_LOOKS]))
     off = [
         abs(math.log(max(rate, 1.0) / predicted))
         for each in map(measure, looks)
@@ -204,9 +204,9 @@ def look_at(known: Topology, measure: Measure) -> float:
 
 def flows_of_links(known: Topology, ranks: Sequence[int]) -> tuple[list[tuple[Flow, ...]], list[tuple[Flow, ...]]]:
     """Return rounds of all pairs, and rounds that fill the links between switches, twice; ``ranks[k]`` is of host k."""
-    there = list(tournament(len(ranks)))
+    there = list(_tournament(len(ranks)))
     pairs = [*there, *(tuple((target, source) for source, target in flows) for flows in there)]
-    across = list(rounds_across(len(ranks), _switches(known, ranks)))
+    across = list(_rounds_across(len(ranks), _switches(known, ranks)))
     return pairs, [*across, *across]
 
 
@@ -246,9 +246,9 @@ def broadcast_bytes(communicator: Communicator, payload: bytes) -> bytes:
     return bytes(content)
 
 
-def first_rounds(num_hosts: int) -> Iterator[tuple[Flow, ...]]:
+def _first_rounds(num_hosts: int) -> Iterator[tuple[Flow, ...]]:
     """Yield what is measured before anything is known."""
-    for pairs in tournament(num_hosts):
+    for pairs in _tournament(num_hosts):
         yield pairs
         yield tuple((target, source) for source, target in pairs)
     if 2 < num_hosts <= MOST_STARS:
@@ -258,7 +258,7 @@ def first_rounds(num_hosts: int) -> Iterator[tuple[Flow, ...]]:
             yield tuple((other, host) for other in others)
 
 
-def tournament(num_hosts: int) -> Iterator[tuple[Flow, ...]]:
+def _tournament(num_hosts: int) -> Iterator[tuple[Flow, ...]]:
     """Yield rounds of pairs that share no host, in which each pair comes once (the circle method).
 
     >>> [len(pairs) for pairs in tournament(5)]
@@ -274,7 +274,7 @@ def tournament(num_hosts: int) -> Iterator[tuple[Flow, ...]]:
         places = [places[0], places[-1], *places[1:-1]]
 
 
-def rounds_across(num_hosts: int, switches: Sequence[Set]) -> Iterator[tuple[Flow, ...]]:
+def _rounds_across(num_hosts: int, switches: Sequence[Set]) -> Iterator[tuple[Flow, ...]]:
     """Yield two rounds for each switch: all below it to others, and back; who has no partner of its own shares one."""
     for switch in switches:
         inside = sorted(switch)
@@ -285,10 +285,10 @@ def rounds_across(num_hosts: int, switches: Sequence[Set]) -> Iterator[tuple[Flo
         yield tuple((target, source) for source, target in pairs)
 
 
-def rounds_inside(nodes: Sequence[Set]) -> Iterator[tuple[Flow, ...]]:
+def _rounds_inside(nodes: Sequence[Set]) -> Iterator[tuple[Flow, ...]]:
     """Yield rounds of the pairs inside sets of few hosts, which have none in common; all sets at once."""
     of_sets = [
-        [tuple((members[first], members[second]) for first, second in pairs) for pairs in tournament(len(members))]
+        [tuple((members[first], members[second]) for first, second in pairs) for pairs in _tournament(len(members))]
         for node in nodes
         if 1 < len(node) <= FEW and (members := sorted(node))
     ]

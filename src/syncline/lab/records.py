@@ -234,12 +234,12 @@ def end_process_groups(processes: Sequence[subprocess.Popen[Any]], *, grace_s: f
     running = [process for process in processes if process.poll() is None]
     if grace_s > 0:
         signal_groups(running, signal.SIGTERM)
-        wait_for_all(running, timeout_s=grace_s)
+        _wait_for_all(running, timeout_s=grace_s)
     signal_groups(running, signal.SIGKILL)
-    wait_for_all(running, timeout_s=_KILL_S)
+    _wait_for_all(running, timeout_s=_KILL_S)
 
 
-def wait_for_all(processes: Iterable[subprocess.Popen[Any]], *, timeout_s: float) -> bool:
+def _wait_for_all(processes: Iterable[subprocess.Popen[Any]], *, timeout_s: float) -> bool:
     """Wait until all processes have ended; False where the time was over first."""
     deadline = time.monotonic() + timeout_s
     for process in processes:

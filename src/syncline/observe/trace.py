@@ -46,7 +46,7 @@ _Event = tuple[str, str, str, int, int, dict[str, Any]]
 """Phase letter of the format, name, category, start, end (both in ns), arguments."""
 
 
-class Rows:
+class _Rows:
     """Gives each event of one rank the number of its row; call with the events in chunks, in any order within one."""
 
     def __init__(self, rank: int) -> None:
@@ -125,7 +125,7 @@ class Trace:
         self.num_dropped = 0
         self._events: list[_Event] = []
         self._num_left = max_events
-        self._rows = Rows(rank)
+        self._rows = _Rows(rank)
         self._lock = threading.Lock()
         self._anchor = (time.monotonic_ns(), time.time_ns())
         self._path = Path(path).absolute() if path is not None else None
@@ -186,7 +186,7 @@ class Trace:
         """
         heard, self._heard = self._heard or (), None
         whole = [event for event in tuple(heard) if event[2] != "step" or event[3] >= self._heard_ns]
-        new_rows, encoded = Rows(rank).place(whole)
+        new_rows, encoded = _Rows(rank).place(whole)
         return [*self._about_rank(rank, host), *new_rows, *encoded]
 
     def save(self, path: str | Path) -> None:

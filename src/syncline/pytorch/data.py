@@ -46,7 +46,7 @@ def sampler(
     >>> [len(numbers) for (numbers,) in loader]
     [4, 4, 2]
     """
-    size = checked_size(dataset)
+    size = _checked_size(dataset)
     fleet = fleet if fleet is not None else current_fleet()
     helpers = fleet.topology.helpers
     readers = [rank for rank in range(fleet.world_size) if rank not in helpers]
@@ -111,7 +111,7 @@ class ElasticSampler(Sampler[list[int]]):
     ) -> None:
         self.epoch = 0
         """The epoch that is under way, or comes next."""
-        self._num_samples = checked_size(dataset)
+        self._num_samples = _checked_size(dataset)
         self._batch_size = batch_size
         self._shuffle, self._seed = shuffle, seed
         self._is_uneven = uneven
@@ -337,7 +337,7 @@ class _Pass:
         return min(self._first + max(self._num_asked - num_prefetched, 0), self.num_drawn)
 
 
-def checked_size(dataset: Sized) -> int:
+def _checked_size(dataset: Sized) -> int:
     """Return the number of samples; :class:`ConfigurationError` if there are none."""
     if not len(dataset):
         raise ConfigurationError(

@@ -111,7 +111,7 @@ def _allocate(plans: Sequence[BucketPlan]) -> Iterator[torch.Tensor]:
 def _fill(plan: BucketPlan, owners: list[nn.Parameter], flat: torch.Tensor, gradients: torch.Tensor) -> Bucket:
     if plan.device.type == "cpu" and any(owner.is_shared() for owner in owners):  # type: ignore[no-untyped-call]
         flat.share_memory_()  # type: ignore[no-untyped-call]
-    mark_bucket(flat)
+    _mark_bucket(flat)
     for slot, parameter in zip(plan.slots, owners, strict=True):
         view = slot.view(flat)
         view.copy_(parameter.data)
@@ -133,7 +133,7 @@ def check_in_place(buckets: tuple[Bucket, ...]) -> None:
             if parameter.data_ptr() != base + slot.start * size or parameter.dtype is not bucket.plan.dtype:
                 moved.append((bucket, slot, parameter))
     if moved:
-        check_no_vector({parameter: slot.name for _, slot, parameter in moved})
+        _check_no_vector({parameter: slot.name for _, slot, parameter in moved})
     for place in moved:
         _take_back(*place)
 
@@ -180,7 +180,7 @@ def _dense_stride(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(torch.empty_like(parameter, device="meta").stride())
 
 
-def mark_bucket(flat: torch.Tensor) -> None:
+def _mark_bucket(flat: torch.Tensor) -> None:
     """Let parameters of this storage be distributed again, whatever shares it: a training's end leaves them there."""
     flat.untyped_storage().syncline_bucket = True  # type: ignore[attr-defined]
 
@@ -209,7 +209,7 @@ def check_storages(model: nn.Module, trained: Mapping[nn.Parameter, tuple[str, i
             raise UpdateError(_tell_user(model, parameter, names))
 
 
-def check_no_vector(replaced: Mapping[nn.Parameter, str]) -> None:
+def _check_no_vector(replaced: Mapping[nn.Parameter, str]) -> None:
     """Raise :class:`UpdateError` if data that parameters were given later is a part of what something else uses.
 
     Whole tensors are left alone: loops put back what they kept, and write it anew before they read it.

@@ -133,7 +133,7 @@ def open_fleet(environment: Environment, *, is_current: bool = True) -> Fleet:
         # Only a process group that met in a file or in memory names nobody: its machines find out in that store.
         environment = choose_interface(environment, store_of_group(), default_store())
     with ExitStack() as stack:
-        ways = Ways.open(with_address(environment), stack)
+        ways = _Ways.open(with_address(environment), stack)
         environment, options = ways.environment, ways.environment.fabric
         communicator = connect(environment, open_store)
         fleet = Fleet(communicator, is_trusted=options.secret is not None or not is_exposed(options))
@@ -157,7 +157,7 @@ def open_fleet(environment: Environment, *, is_current: bool = True) -> Fleet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ways:
+class _Ways:
     """What is opened before a rank connects: a newcomer asks first, and takes over how the job behaves."""
 
     environment: Environment
@@ -165,7 +165,7 @@ class Ways:
     entry: joining.Entry | None = None
 
     @classmethod
-    def open(cls, environment: Environment, stack: ExitStack) -> Ways:
+    def open(cls, environment: Environment, stack: ExitStack) -> _Ways:
         """Listen, if a port was asked for, and ask to come in, if a member was named; ``stack`` undoes it.
 
         Raises ``HandshakeError`` with the reason where a newcomer is refused.

@@ -17,7 +17,7 @@ from syncline.fabric.slice_executor import SLICE_TAGS, Kind, Operation, SlicedCa
 from syncline.runtime.loop import Clock
 
 
-class SliceHost(Protocol):
+class _SliceHost(Protocol):
     """What a slice runs on."""
 
     transport: Transport
@@ -30,11 +30,11 @@ class SliceHost(Protocol):
         """Take note that a message of ``peer`` has arrived."""
 
 
-class SliceRun:
+class _SliceRun:
     """Executes the dataflow of one slice of ``call``; calls ``on_end`` once, when every operation has ended."""
 
     def __init__(
-        self, call: SlicedCall, slice_number: int, host: SliceHost, *, on_end: Callable[[SliceRun], None]
+        self, call: SlicedCall, slice_number: int, host: _SliceHost, *, on_end: Callable[[_SliceRun], None]
     ) -> None:
         self._call = call
         self._buffer = call.buffer
@@ -394,7 +394,7 @@ class PythonExecution:
         self.urgency = call.urgency
         self.connection_class = call.connection_class
         self.largest_slice_bytes = 0
-        self.runs: set[SliceRun] = set()
+        self.runs: set[_SliceRun] = set()
 
     @property
     def has_more(self) -> bool:
@@ -427,14 +427,14 @@ class PythonExecution:
         """Return the ranks that slices under way still have to exchange messages with (-1: none, but work is left)."""
         return {peer for run in self.runs for peer in run.open_peers()}
 
-    def next_run(self) -> SliceRun:
+    def next_run(self) -> _SliceRun:
         """Return the next slice; it has not begun."""
-        run = SliceRun(self._call, self._next_slice, self._executor, on_end=self._slice_ended)
+        run = _SliceRun(self._call, self._next_slice, self._executor, on_end=self._slice_ended)
         self._next_slice += 1
         self.runs.add(run)
         return run
 
-    def _slice_ended(self, run: SliceRun) -> None:
+    def _slice_ended(self, run: _SliceRun) -> None:
         self.runs.discard(run)
         self._executor.num_active_slices -= 1
         self._executor.order.ended(self, run.num_bytes)

@@ -125,7 +125,7 @@ class TensorCollectives:
     def all_reduce_several(self, tensors: Tensors, op: ReduceOp, **settings: Unpack[BasicSettings]) -> TensorWork:
         """Make each of ``tensors``, all of one size, what ``op`` makes of all of them on all ranks together."""
         check_tensors("allreduce", tensors)
-        check_same_size("allreduce", tensors)
+        _check_same_size("allreduce", tensors)
         reduction = reduction_of(op, tensors[0].dtype, self._num_ranks)
         if reduction.prepare is not None or reduction.finish is not None:
             raise ConfigurationError(
@@ -172,9 +172,9 @@ class TensorCollectives:
 
         Unequal parts travel as in :meth:`all_gather`.
         """
-        check_one_for_each_rank("reduce_scatter", "input_list", inputs, self._num_ranks)
+        _check_one_for_each_rank("reduce_scatter", "input_list", inputs, self._num_ranks)
         check_tensors("reduce_scatter", [output, *inputs])
-        check_same_size(f"reduce_scatter, of rank {self._rank},", [output, inputs[self._rank]])
+        _check_same_size(f"reduce_scatter, of rank {self._rank},", [output, inputs[self._rank]])
         reduction = self._reduction(op, output)
         if (whole := joined(inputs)) is not None:
             return self._reduce_scatter(output, whole, reduction, _parts(inputs), settings)
@@ -233,7 +233,7 @@ class TensorCollectives:
     ) -> TensorWork:
         """Make each of ``tensors``, all of one size, the one of ``root`` with the index ``root_tensor``."""
         check_tensors("broadcast", tensors)
-        check_same_size("broadcast", tensors)
+        _check_same_size("broadcast", tensors)
         if not 0 <= root_tensor < len(tensors):
             raise ConfigurationError(
                 f"broadcast: rootTensor is the index of one of {len(tensors)} tensors, not {root_tensor}"
@@ -251,9 +251,9 @@ class TensorCollectives:
         link as often as in an all-gather of equal parts, once into every subtree that has not got it. A broadcast for
         each rank would move as much in N calls, padding up to N times as much.
         """
-        check_one_for_each_rank("all_gather", "tensor_list", outputs, self._num_ranks)
+        _check_one_for_each_rank("all_gather", "tensor_list", outputs, self._num_ranks)
         check_tensors("all_gather", [tensor, *outputs])
-        check_same_size(f"all_gather, of rank {self._rank},", [tensor, outputs[self._rank]])
+        _check_same_size(f"all_gather, of rank {self._rank},", [tensor, outputs[self._rank]])
         parts = _parts(outputs)
         if (in_place := joined(outputs)) is not None:
             return self._all_gather(in_place, tensor, parts, **settings)
@@ -288,7 +288,7 @@ class TensorCollectives:
             )
         every = [*tensors, *(one for several in outputs for one in several)]
         check_tensors("allgather", every)
-        check_same_size("allgather", every)
+        _check_same_size("allgather", every)
         first = outputs[0]
         works = [self.all_gather(first[place::number], one, **settings) for place, one in enumerate(tensors)]
 
@@ -340,9 +340,9 @@ class TensorCollectives:
             check_tensors("gather", [tensor])
             return TensorWork([start(sends=((root, bytes_of(host_memory_of(tensor))),), receives=())])
         outputs = outputs or ()
-        check_one_for_each_rank("gather", "gather_list", outputs, self._num_ranks)
+        _check_one_for_each_rank("gather", "gather_list", outputs, self._num_ranks)
         check_tensors("gather", [tensor, *outputs])
-        check_same_size("gather", [tensor, *outputs])
+        _check_same_size("gather", [tensor, *outputs])
         landing = _landing(outputs)
         put_back(host_memory_of(tensor), landing[root])
         receives = tuple((peer, bytes_of(host)) for peer, host in enumerate(landing) if peer != root)
@@ -365,9 +365,9 @@ class TensorCollectives:
             work = start(sends=(), receives=((root, bytes_of(host)),))
             return TensorWork([work], lambda: put_back(host, output))
         inputs = inputs or ()
-        check_one_for_each_rank("scatter", "scatter_list", inputs, self._num_ranks)
+        _check_one_for_each_rank("scatter", "scatter_list", inputs, self._num_ranks)
         check_tensors("scatter", [output, *inputs])
-        check_same_size("scatter", [output, *inputs])
+        _check_same_size("scatter", [output, *inputs])
         own = host_memory_of(inputs[root])
         sends = tuple((peer, bytes_of(host_memory_of(one))) for peer, one in enumerate(inputs) if peer != root)
         # the output may be one of the inputs: they have left by then
@@ -375,10 +375,10 @@ class TensorCollectives:
 
     def all_to_all(self, outputs: Tensors, inputs: Tensors, **settings: Unpack[BasicSettings]) -> TensorWork:
         """Make ``outputs[k]`` what rank k has as ``inputs`` for this rank; sizes may differ from pair to pair."""
-        check_one_for_each_rank("all_to_all", "output_tensor_list", outputs, self._num_ranks)
-        check_one_for_each_rank("all_to_all", "input_tensor_list", inputs, self._num_ranks)
+        _check_one_for_each_rank("all_to_all", "output_tensor_list", outputs, self._num_ranks)
+        _check_one_for_each_rank("all_to_all", "input_tensor_list", inputs, self._num_ranks)
         check_tensors("all_to_all", [*outputs, *inputs])
-        check_same_size("all_to_all, of what a rank has for itself,", [outputs[self._rank], inputs[self._rank]])
+        _check_same_size("all_to_all, of what a rank has for itself,", [outputs[self._rank], inputs[self._rank]])
         landing = _landing(outputs)
         work = self._exchange(landing, [host_memory_of(one) for one in inputs], settings)
         return work.then(lambda: _put_all(landing, outputs))
@@ -396,11 +396,11 @@ class TensorCollectives:
         Splits may be 0; none at all mean equal ones. They may differ from pair to pair.
         """
         check_tensors("all_to_all_single", [output, source])
-        received = split_sizes("all_to_all_single, output", output, output_splits, self._num_ranks)
-        sent = split_sizes("all_to_all_single, input", source, input_splits, self._num_ranks)
+        received = _split_sizes("all_to_all_single, output", output, output_splits, self._num_ranks)
+        sent = _split_sizes("all_to_all_single, input", source, input_splits, self._num_ranks)
         landing = landing_memory_of(output)
         parts, brought = _split(landing, received), _split(host_memory_of(source), sent)
-        check_same_size("all_to_all_single, of what a rank has for itself,", [parts[self._rank], brought[self._rank]])
+        _check_same_size("all_to_all_single, of what a rank has for itself,", [parts[self._rank], brought[self._rank]])
         return self._exchange(parts, brought, settings).then(lambda: put_back(landing, output))
 
     def barrier(self, **settings: Unpack[BasicSettings]) -> TensorWork:
@@ -597,13 +597,13 @@ def check_tensors(call: str, tensors: Sequence[torch.Tensor]) -> None:
         raise ConfigurationError(f"{call} needs tensors of one number type, not of {names}; convert them")
 
 
-def check_one_for_each_rank(call: str, name: str, tensors: Sequence[torch.Tensor], num_ranks: int) -> None:
+def _check_one_for_each_rank(call: str, name: str, tensors: Sequence[torch.Tensor], num_ranks: int) -> None:
     """Raise :class:`ConfigurationError` if there are not as many ``tensors`` as ranks."""
     if len(tensors) != num_ranks:
         raise ConfigurationError(f"{call}: {name} needs one tensor for each of {num_ranks} ranks, not {len(tensors)}")
 
 
-def check_same_size(call: str, tensors: Sequence[torch.Tensor]) -> None:
+def _check_same_size(call: str, tensors: Sequence[torch.Tensor]) -> None:
     """Raise :class:`ConfigurationError` if ``tensors`` differ in their number of elements."""
     sizes = sorted({tensor.numel() for tensor in tensors})
     if len(sizes) > 1:
@@ -613,7 +613,7 @@ def check_same_size(call: str, tensors: Sequence[torch.Tensor]) -> None:
         )
 
 
-def split_sizes(call: str, tensor: torch.Tensor, splits: Sequence[int], num_ranks: int) -> list[int]:
+def _split_sizes(call: str, tensor: torch.Tensor, splits: Sequence[int], num_ranks: int) -> list[int]:
     """Return how many elements of ``tensor`` belong to each rank; ``splits`` along dimension 0, none: equal ones."""
     num_rows = tensor.size(0) if tensor.ndim else 1
     if not splits:

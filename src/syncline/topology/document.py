@@ -59,25 +59,25 @@ def _positive_rate(value: object) -> float:
     return rate
 
 
-RateText = Annotated[float, BeforeValidator(_prefixed("link rate", _positive_rate))]
-SizeText = Annotated[int, BeforeValidator(_prefixed("size", parse_size))]
-LatencyText = Annotated[float, BeforeValidator(_prefixed("link latency", parse_duration))]
+_RateText = Annotated[float, BeforeValidator(_prefixed("link rate", _positive_rate))]
+_SizeText = Annotated[int, BeforeValidator(_prefixed("size", parse_size))]
+_LatencyText = Annotated[float, BeforeValidator(_prefixed("link latency", parse_duration))]
 
 
 class _Entry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class LinkEntry(_Entry):
+class _LinkEntry(_Entry):
     """One rate for both directions, or `up` and `down`; and a latency."""
 
-    rate: RateText | None = None
-    up: RateText | None = None
-    down: RateText | None = None
-    latency: LatencyText = 0.0
+    rate: _RateText | None = None
+    up: _RateText | None = None
+    down: _RateText | None = None
+    latency: _LatencyText = 0.0
 
     @model_validator(mode="after")
-    def _check_rates(self) -> LinkEntry:
+    def _check_rates(self) -> _LinkEntry:
         given = (self.rate is not None, self.up is not None, self.down is not None)
         if given not in {(True, False, False), (False, True, True)}:
             raise ValueError("a link needs either 'rate', or both 'up' and 'down'")
@@ -108,20 +108,20 @@ def _feature(value: object) -> float | str:
         raise ValueError("a feature is too large a number; quote it") from None
 
 
-LinkText = Annotated[LinkEntry, BeforeValidator(_mapping_of_link)]
+_LinkText = Annotated[_LinkEntry, BeforeValidator(_mapping_of_link)]
 Feature = Annotated[float | str, PlainValidator(_feature)]
 
 
-class RanksEntry(_Entry):
+class _RanksEntry(_Entry):
     """What has ranks: `local` is the link of each (one for all, or a list with one for each); or sockets with ranks."""
 
-    uplink: LinkText | None = None
+    uplink: _LinkText | None = None
     ranks: int = Field(default=1, ge=1, le=MAX_RANKS_OF_HOST)
-    local: Annotated[list[LinkText], BeforeValidator(_list_of_links)] | None = None
-    children: list[SocketEntry] | None = Field(default=None, min_length=1)
+    local: Annotated[list[_LinkText], BeforeValidator(_list_of_links)] | None = None
+    children: list[_SocketEntry] | None = Field(default=None, min_length=1)
 
     @model_validator(mode="after")
-    def _check_ranks(self) -> RanksEntry:
+    def _check_ranks(self) -> _RanksEntry:
         if self.children is not None and {"ranks", "local"} & self.model_fields_set:
             raise ValueError("'ranks' and 'local' belong to the sockets under 'children'; move them there")
         if self.local is not None and len(self.local) not in {1, self.ranks}:
@@ -129,18 +129,18 @@ class RanksEntry(_Entry):
         return self
 
 
-class SocketEntry(RanksEntry):
+class _SocketEntry(_RanksEntry):
     """A level inside a host."""
 
     socket: str
 
 
-class HostEntry(RanksEntry):
+class _HostEntry(_RanksEntry):
     """A host."""
 
     host: str
     features: dict[str, Feature] = Field(default_factory=dict)
-    memory: SizeText | None = None
+    memory: _SizeText | None = None
     gateway: Gateway = "every"
 
 
@@ -151,32 +151,32 @@ def _kind_of(value: Any) -> str | None:
     return None
 
 
-class SwitchEntry(_Entry):
+class _SwitchEntry(_Entry):
     """A switch and what hangs below it."""
 
     switch: str
-    uplink: LinkText | None = None
-    children: list[ChildEntry] = Field(min_length=1)
+    uplink: _LinkText | None = None
+    children: list[_ChildEntry] = Field(min_length=1)
 
 
-ChildEntry = Annotated[
-    Annotated[SwitchEntry, Tag("<switch>")] | Annotated[HostEntry, Tag("<host>")], Discriminator(_kind_of)
+_ChildEntry = Annotated[
+    Annotated[_SwitchEntry, Tag("<switch>")] | Annotated[_HostEntry, Tag("<host>")], Discriminator(_kind_of)
 ]
 
 
-class PrioritiesEntry(_Entry):
+class _PrioritiesEntry(_Entry):
     """The section `priorities`: the settings of :class:`Priorities`, or `off` in place of all of them."""
 
     num_classes: int | None = None
     dscp: list[int] | None = None
-    max_message_bytes: SizeText | None = None
+    max_message_bytes: _SizeText | None = None
     search: Any = None
     min_gain: float | None = None
     research_at: float | None = None
     measure_steps: int | None = None
 
     @model_validator(mode="after")
-    def _check_settings(self) -> PrioritiesEntry:
+    def _check_settings(self) -> _PrioritiesEntry:
         try:
             self.build()
         except ConfigurationError as error:
@@ -199,39 +199,39 @@ def _mapping_of_switch(value: object) -> object:
     return value
 
 
-PrioritiesText = Annotated[PrioritiesEntry, BeforeValidator(_mapping_of_switch)]
+_PrioritiesText = Annotated[_PrioritiesEntry, BeforeValidator(_mapping_of_switch)]
 
 
 class _Heading(_Entry):
     topology: str | None = None
     rank_numbers: list[int] | None = None
-    priorities: PrioritiesText | None = None
+    priorities: _PrioritiesText | None = None
 
 
-class SwitchDocument(_Heading, SwitchEntry):
+class _SwitchDocument(_Heading, _SwitchEntry):
     """A whole file whose root is a switch."""
 
 
-class HostDocument(_Heading, HostEntry):
+class _HostDocument(_Heading, _HostEntry):
     """A whole file whose root is a host: a job on one machine."""
 
 
 _Document = Annotated[
-    Annotated[SwitchDocument, Tag("<switch>")] | Annotated[HostDocument, Tag("<host>")], Discriminator(_kind_of)
+    Annotated[_SwitchDocument, Tag("<switch>")] | Annotated[_HostDocument, Tag("<host>")], Discriminator(_kind_of)
 ]
-DOCUMENT: TypeAdapter[SwitchDocument | HostDocument] = TypeAdapter(_Document)
+DOCUMENT: TypeAdapter[_SwitchDocument | _HostDocument] = TypeAdapter(_Document)
 
 
-def known_keys(
+def _known_keys(
     mapping: object, *, is_root: bool, is_priorities: bool = False, is_socket: bool = False
 ) -> tuple[str, ...]:
     """Return the keys that an entry like ``mapping`` may have."""
     if is_socket:
-        return tuple(SocketEntry.model_fields)
+        return tuple(_SocketEntry.model_fields)
     kind = _kind_of(mapping)
     if kind is None:
-        return tuple((PrioritiesEntry if is_priorities else LinkEntry).model_fields)
-    entry = SwitchEntry if kind == "<switch>" else HostEntry
+        return tuple((_PrioritiesEntry if is_priorities else _LinkEntry).model_fields)
+    entry = _SwitchEntry if kind == "<switch>" else _HostEntry
     heading = tuple(_Heading.model_fields) if is_root else ()
     return heading + tuple(entry.model_fields)
 
@@ -253,16 +253,16 @@ def parse_document(text: str, *, source: str | None = None) -> TopologyParts:
 class _Builder:
     """Builds nodes in file order, counting ranks and noting the line of each name."""
 
-    def __init__(self, marked: MarkedData, document: SwitchDocument | HostDocument) -> None:
+    def __init__(self, marked: MarkedData, document: _SwitchDocument | _HostDocument) -> None:
         self.lines: dict[str, int] = {}
         self._marked = marked
         self._num_ranks = 0
         self._numbers = document.rank_numbers
 
-    def build_root(self, document: SwitchDocument | HostDocument) -> Switch | Host:
+    def build_root(self, document: _SwitchDocument | _HostDocument) -> Switch | Host:
         if document.uplink is not None:
             raise self._marked.error(("uplink",), "the root has an uplink, but nothing is above it; remove the key")
-        if isinstance(document, SwitchDocument):
+        if isinstance(document, _SwitchDocument):
             root: Switch | Host = self._switch(document, None, ())
         else:
             hosts = self._hosts(document, None, ())
@@ -272,27 +272,27 @@ class _Builder:
         self._check_numbers()
         return root
 
-    def _child(self, entry: SwitchEntry | HostEntry, location: Location) -> tuple[Switch | Host, ...]:
+    def _child(self, entry: _SwitchEntry | _HostEntry, location: Location) -> tuple[Switch | Host, ...]:
         link = self._link(entry, location)
-        if isinstance(entry, SwitchEntry):
+        if isinstance(entry, _SwitchEntry):
             return (self._switch(entry, link, location),)
         return self._hosts(entry, link, location)
 
-    def _link(self, entry: SwitchEntry | RanksEntry, location: Location) -> Link:
+    def _link(self, entry: _SwitchEntry | _RanksEntry, location: Location) -> Link:
         if entry.uplink is None:
             raise self._marked.error(
                 location, "key 'uplink' is missing; write the rate of the link to the parent, such as '1 Gbit/s'"
             )
         return entry.uplink.link()
 
-    def _switch(self, entry: SwitchEntry, link: Link | None, location: Location) -> Switch:
+    def _switch(self, entry: _SwitchEntry, link: Link | None, location: Location) -> Switch:
         self._claim(entry.switch, "switch", (*location, "switch"))
         children: list[Switch | Host] = []
         for index, child in enumerate(entry.children):
             children += self._child(child, (*location, "children", index))
         return Switch(name=entry.switch, link=link, children=tuple(children))
 
-    def _hosts(self, entry: HostEntry, link: Link | None, location: Location) -> tuple[Host, ...]:
+    def _hosts(self, entry: _HostEntry, link: Link | None, location: Location) -> tuple[Host, ...]:
         names = self._names(entry.host, (*location, "host"))
         return tuple(self._host(name, entry, link, location) for name in names)
 
@@ -302,7 +302,7 @@ class _Builder:
         except TopologyError as error:
             raise self._marked.error(location, str(error)) from error
 
-    def _host(self, name: str, entry: HostEntry, link: Link | None, location: Location) -> Host:
+    def _host(self, name: str, entry: _HostEntry, link: Link | None, location: Location) -> Host:
         self._claim(name, "host", (*location, "host"))
         sockets = self._sockets(name, entry, location)
         ranks = () if sockets else self._ranks(entry, location)
@@ -320,7 +320,7 @@ class _Builder:
         except TopologyError as error:
             raise self._marked.error((*location, "gateway"), str(error)) from error
 
-    def _sockets(self, above: str, entry: RanksEntry, location: Location) -> tuple[Socket, ...]:
+    def _sockets(self, above: str, entry: _RanksEntry, location: Location) -> tuple[Socket, ...]:
         """Build what is inside a host or a socket of the name ``above``."""
         sockets: list[Socket] = []
         for index, child in enumerate(entry.children or ()):
@@ -329,7 +329,7 @@ class _Builder:
             sockets += (self._socket(above, name, child, place) for name in names)
         return tuple(sockets)
 
-    def _socket(self, above: str, own_name: str, entry: SocketEntry, location: Location) -> Socket:
+    def _socket(self, above: str, own_name: str, entry: _SocketEntry, location: Location) -> Socket:
         name = f"{above}/{own_name}"
         self._claim(name, "socket", (*location, "socket"), own_name=own_name)
         link = self._link(entry, location)
@@ -337,7 +337,7 @@ class _Builder:
             name=name, link=link, children=self._sockets(name, entry, location) or self._ranks(entry, location)
         )
 
-    def _ranks(self, entry: RanksEntry, location: Location) -> tuple[Rank, ...]:
+    def _ranks(self, entry: _RanksEntry, location: Location) -> tuple[Rank, ...]:
         try:
             check_num_ranks(self._num_ranks + entry.ranks)
         except TopologyError as error:
@@ -401,7 +401,7 @@ def _describe_unknown_key(key: str, location: Location, marked: MarkedData) -> s
         if (isinstance(mapping, dict) and step in mapping) or isinstance(mapping, list):
             mapping = mapping[step]  # type: ignore[index]
             steps += 1
-    known = known_keys(
+    known = _known_keys(
         mapping,
         is_root=steps == 0,
         is_priorities="priorities" in location[:-1],

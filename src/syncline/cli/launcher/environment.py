@@ -120,7 +120,7 @@ class Elasticity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Doors:
+class _Doors:
     """Where the ranks of this machine let newcomers in, if the job is elastic."""
 
     elastic: Elasticity | None
@@ -153,10 +153,10 @@ class Doors:
 
 
 @contextmanager
-def open_doors(elastic: Elasticity | None, job: Job, restarts: RestartLimits) -> Iterator[Doors]:
+def open_doors(elastic: Elasticity | None, job: Job, restarts: RestartLimits) -> Iterator[_Doors]:
     """Choose a port for each rank, which no other program gets as long as this lasts."""
     if elastic is None:
-        yield Doors(elastic=None)
+        yield _Doors(elastic=None)
         return
     shared = only_port(parse_ports(process_variables().get("SYNCLINE_PORTS", "")))
     join_port = elastic.join_port or shared
@@ -179,7 +179,7 @@ def open_doors(elastic: Elasticity | None, job: Job, restarts: RestartLimits) ->
         far = job.join
         if far is None and not job.is_whole and join_port is not None:
             far = format_endpoint(job.master_address, join_port)
-        yield Doors(
+        yield _Doors(
             elastic=elastic,
             is_whole=job.is_whole,
             join=job.join,

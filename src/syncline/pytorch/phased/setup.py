@@ -132,7 +132,7 @@ def set_up(
     streams = fleet.reserve_streams(6)
     job, norms, versions = (_open_control(fleet, streams[number]) for number in (0, 4, 5))
     check_agreement([f"{len(stages)} stages", f"{schedule_options!r}", f"{options!r}"], job, call=CALL)
-    resumed = find_manifest(storage, job) if options.resumes else None
+    resumed = _find_manifest(storage, job) if options.resumes else None
     first = None if resumed is not None else _First(storage=storage, keeps_versions=options.resumes)
     with fleet.communicator.open_group(members, streams=streams[1:3]) as group:
         control = ControlStream(group, stream=streams[2], timeout_s=fleet.timeout_s)
@@ -144,7 +144,7 @@ def set_up(
     _let_go(stages)
     collectives = _open_collectives(fleet, members, made, job, schedule_options)
     files = {name: file for stage in built for name, file in stage.files.items()}
-    manifest = begin_versions(storage, job, resumed, files, made, collectives) if options.resumes else None
+    manifest = _begin_versions(storage, job, resumed, files, made, collectives) if options.resumes else None
     clipping = None if options.max_grad_norm is None else Clipping(max_norm=options.max_grad_norm, control=norms)
     return PhasedSetting(
         stages={stage.number: stage for stage in made},
@@ -270,7 +270,7 @@ def _let_go(stages: Iterable[object]) -> None:
             parameter.grad = None
 
 
-def find_manifest(storage: Storage, job: ControlStream) -> Manifest | None:
+def _find_manifest(storage: Storage, job: ControlStream) -> Manifest | None:
     """Return this rank's manifest of the last step that all ranks have stored whole; None to begin anew.
 
     Every rank calls it. Raises on all ranks :class:`ConfigurationError` if another number of ranks has stored
@@ -306,7 +306,7 @@ def _check_num_ranks(storage: Storage, found: Mapping[int, Manifest], job: Contr
             )
 
 
-def begin_versions(
+def _begin_versions(
     storage: Storage,
     job: ControlStream,
     resumed: Manifest | None,

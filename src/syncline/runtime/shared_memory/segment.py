@@ -171,7 +171,7 @@ def _segment_bytes(world_size: int) -> int:
     return _PAGE + world_size * _slot_bytes(world_size)
 
 
-class Talk(Protocol):
+class _Talk(Protocol):
     """What is needed of a communicator."""
 
     rank: int
@@ -181,7 +181,7 @@ class Talk(Protocol):
         """Sum a few bytes over all ranks."""
 
 
-def open_together(talk: Talk, *, is_able: bool) -> Segment | None:
+def open_together(talk: _Talk, *, is_able: bool) -> Segment | None:
     """Return this rank's view of a segment that all ranks have; None, on all of them, if one is not able.
 
     All ranks call it alike. It ends when all have come; where there is no segment, it is no more than a barrier.
