@@ -12,7 +12,7 @@ import pytest
 from lab_ranks import DEADLINE_S, hear, start, tell, trained
 
 from syncline.lab import Lab
-from syncline.lab.hostnames import FOLDER
+from syncline.lab.records import HOST_NAMES
 from syncline.topology import Topology
 
 PORT = "29600"
@@ -69,7 +69,7 @@ def namespace():
 @contextlib.contextmanager
 def names(host, text):
     """Let the names of hosts mean this on a host, meanwhile."""
-    file = FOLDER / host.namespace / "hosts"
+    file = HOST_NAMES / host.namespace / "hosts"
     before = file.read_text()
     file.write_text(text)
     yield

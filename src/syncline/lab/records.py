@@ -38,7 +38,7 @@ RECORDS = Path("/run/syncline-lab")
 _RECORD = "lab.json"
 _TOPOLOGY = "topology.yaml"
 _WRITING_S = 60.0  # nobody takes longer to write a record
-FOLDER = Path("/etc/netns")
+HOST_NAMES = Path("/etc/netns")
 _POLL_S = 0.02
 _KILL_S = 5.0
 
@@ -166,7 +166,7 @@ def _started_at(process_id: int) -> float | None:
         return None
 
 
-def write_host_names(plan: LabPlan, folder: Path = FOLDER) -> None:
+def write_host_names(plan: LabPlan, folder: Path = HOST_NAMES) -> None:
     """Write the names for every host of a lab."""
     own_name = socket.gethostname()
     try:
@@ -180,7 +180,7 @@ def write_host_names(plan: LabPlan, folder: Path = FOLDER) -> None:
         ) from error
 
 
-def remove_host_names(lab_id: str, folder: Path = FOLDER) -> None:
+def remove_host_names(lab_id: str, folder: Path = HOST_NAMES) -> None:
     """Remove what :func:`write_host_names` wrote."""
     for place in _places(folder):
         if lab_id_of(place.name) == lab_id:
@@ -189,7 +189,7 @@ def remove_host_names(lab_id: str, folder: Path = FOLDER) -> None:
         folder.rmdir()  # where it is empty
 
 
-def labs_with_host_names(folder: Path = FOLDER) -> set[str]:
+def labs_with_host_names(folder: Path = HOST_NAMES) -> set[str]:
     """Return the ids of the labs for which names are written."""
     return {lab_id_of(place.name) for place in _places(folder)}
 
