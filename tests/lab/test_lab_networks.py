@@ -2,14 +2,12 @@
 
 import contextlib
 import json
-import os
 import secrets
-import signal
 import subprocess
 import sys
 
 import pytest
-from lab_ranks import DEADLINE_S, hear, start, tell, trained
+from lab_ranks import DEADLINE_S, end, hear, start, tell, trained
 
 from syncline.lab import Lab
 from syncline.lab.records import HOST_NAMES
@@ -83,6 +81,15 @@ def test_a_rank_without_a_network_uses_that_of_its_host(lab, expected):
         assert trained(ranks) == expected
 
 
+def test_without_its_own_loopback_a_rank_says_so_at_once():
+    find = "from syncline.fabric import *; from syncline.fabric.lending import *"
+    code = f"{find}; find_network('h1', FabricOptions(ports=(29600, 29600)))"
+    ended = subprocess.run(
+        ["unshare", "--net", sys.executable, "-c", code], check=False, capture_output=True, text=True
+    )
+    assert "needs its own loopback, which is down (Network is unreachable): ip link set lo up" in ended.stderr
+
+
 def test_rank_0_may_be_without_a_network(lab, expected):
     """It serves the store at the port that it shares with who lends it a network."""
     shared = {host: LENT | {"MASTER_PORT": PORT} for host in ("h0", "h1")}
@@ -91,6 +98,11 @@ def test_rank_0_may_be_without_a_network(lab, expected):
         assert (
             trained(start(lab, "lab_sharded.py", "2", of_hosts=shared, of_ranks=alone, within={0: nowhere})) == expected
         )
+
+
+def kill(rank):
+    rank.kill()
+    rank.communicate(timeout=DEADLINE_S)
 
 
 def test_when_who_lends_is_killed_all_name_it(lab):
@@ -105,14 +117,25 @@ def test_when_who_lends_is_killed_all_name_it(lab):
             stderr=subprocess.PIPE,
         )
         hear(ranks, "ready")
-        os.kill(ranks[2].pid, signal.SIGKILL)
-        ranks[2].communicate(timeout=DEADLINE_S)
-        left = [ranks[rank] for rank in (0, 1, 3)]
-        tell(left)
-        for rank in left:
+        kill(ranks.pop(2))
+        tell(ranks)
+        for rank in ranks:
             errors = rank.communicate(timeout=DEADLINE_S)[1]
             assert rank.returncode == 1
             assert "PeerLostError: rank 2 (host h1)" in errors
+
+
+def test_an_elastic_job_goes_on_when_who_lends_is_killed(lab):
+    """With the rank that was lent to, whose connections are its own."""
+    with namespace() as nowhere:
+        elastic = {"SYNCLINE_ELASTIC": "on"}
+        of_hosts = {"h0": elastic, "h1": LENT | elastic}
+        ranks = start(lab, "lab_sharded.py", "2", "1", of_hosts=of_hosts, of_ranks=ALONE, within={3: nowhere})
+        hear(ranks, "ready")
+        kill(ranks.pop(2))
+        tell(ranks)
+        hear(ranks, "done")
+        assert len(set(end(ranks))) == 1
 
 
 def test_hosts_that_have_but_ipv6(lab, expected):

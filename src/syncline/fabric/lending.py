@@ -115,13 +115,15 @@ def borrow(family: int, options: FabricOptions) -> socket.socket:
 def find_network(host: str, options: FabricOptions) -> FabricOptions:
     """Return ``options`` with the network and the address of a rank of ``host`` that lends; it is waited for.
 
-    :class:`ConfigurationError` where none does within ``connect_s``, or ranks of the host share no port.
+    :class:`ConfigurationError` where none does within ``connect_s``, ranks of the host share no port, or there is no
+    loopback, by which torch's store is led to rank 0's.
     """
     if options.shared_port is None:
         raise ConfigurationError(
             f"A rank without a network (SYNCLINE_INTERFACE={NO_NETWORK}) uses that of another rank of its host, and "
             "both must share one port: give all ranks of the host one number, as SYNCLINE_PORTS=29600"
         )
+    _check_loopback()
     end_s = time.monotonic() + options.connect_s
     while time.monotonic() < end_s:
         if (found := _ask_first(f"port-*.{_lends(host, options)}*", socket.AF_INET, options)) is not None:
@@ -135,6 +137,17 @@ def find_network(host: str, options: FabricOptions) -> FabricOptions:
         f"SYNCLINE_PORTS={options.shared_port}, SYNCLINE_HOST and secret, and let both see "
         f"{user_folder(process_variables())}"
     )
+
+
+def _check_loopback() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("127.0.0.1", 9))  # nothing is sent; it only learns its route
+        except OSError as error:
+            raise ConfigurationError(
+                f"A rank without a network (SYNCLINE_INTERFACE={NO_NETWORK}) needs its own loopback, which is down "
+                f"({error.strerror}): ip link set lo up"
+            ) from error
 
 
 def _ask_first(pattern: str, family: int, options: FabricOptions) -> tuple[Path, _Loan] | None:
