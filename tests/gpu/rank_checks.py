@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from check_places import Place, choose_place
+from syncline.observe.merge import gather_events
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -480,19 +481,50 @@ def checks(fleet: syncline.Fleet) -> list[Check]:
     ]
 
 
+def traces(trace: Path, place: Place) -> str:
+    """Buckets of all trainings: while one was on the network, another one came from the device."""
+    events = [event for event in gather_events([trace]) if event["ph"] == "X"]
+    spans = {
+        kind: [(event["name"].split()[-1], event["ts"], event["ts"] + event["dur"]) for event in events if of(event)]
+        for kind, of in {
+            "from device": lambda event: event["cat"] == "from device",
+            "to device": lambda event: event["cat"] == "to device",
+            "network": lambda event: event["cat"] == "communication" and " of bucket " in event["name"],
+        }.items()
+    }
+    at_once = {
+        kind: sum(
+            name != other and start < end_of_other and start_of_other < end
+            for name, start, end in spans[kind]
+            for other, start_of_other, end_of_other in spans["network"]
+        )
+        for kind in ("from device", "to device")
+    }
+    assert all(at_once.values()), at_once
+    return f"{at_once['from device']} times from the device, {at_once['to device']} times to it"
+
+
+def tell(result: dict[str, Any], file: Any) -> None:
+    """Write what came of a check at once."""
+    file.write(json.dumps(result) + "\n")
+    file.flush()
+
+
 def result_of(check: Check, place: Place) -> dict[str, Any]:
     """Make one check, and return what is to be told of it."""
-    told = {"check": check.name, "device": place.name, "state": "not run", "note": ""}
+    told = {"check": check.name, "device": place.name, "state": "not run", "note": "", "seconds": 0.0}
     if place.num_gpus < check.num_gpus:
         return told | {"note": f"needs {check.num_gpus} GPU{'s'[: check.num_gpus > 1]}, here are {place.num_gpus}"}
     if check.needs:
         return told | {"note": f"needs {check.needs}"}
+    begin = time.monotonic()
     try:
-        return told | {"state": "passed", "note": check.run(place) or ""}
+        came = {"state": "passed", "note": check.run(place) or ""}
     except Exception as error:
         traceback.print_exc()
         lines = str(error).splitlines() or [""]
-        return told | {"state": "failed", "note": f"{type(error).__name__}: {lines[0]}"}
+        came = {"state": "failed", "note": f"{type(error).__name__}: {lines[0]}"}
+    return told | came | {"seconds": time.monotonic() - begin}
 
 
 def main() -> None:
@@ -500,12 +532,12 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # names that newer PyTorch has replaced
     torch.set_num_threads(1)
     place = choose_place(RANK)
-    with (RESULTS / f"rank-{RANK}.jsonl").open("w") as file, syncline.init(timeout_s=TIMEOUT.total_seconds()) as fleet:
-        for check in checks(fleet):
-            begin = time.monotonic()
-            result = result_of(check, place)
-            file.write(json.dumps(result | {"seconds": time.monotonic() - begin}) + "\n")
-            file.flush()
+    trace = RESULTS / f"trace-{RANK}.json"
+    with (RESULTS / f"rank-{RANK}.jsonl").open("w") as file:
+        with syncline.init(timeout_s=TIMEOUT.total_seconds(), trace=trace) as fleet:
+            for check in checks(fleet):
+                tell(result_of(check, place), file)
+        tell(result_of(Check(name="a trace shows copies beside the network", run=partial(traces, trace)), place), file)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from syncline.errors import ConfigurationError
 FIRST_ROWS = ("step", "compute", "wait", "update", "call", "communication")
 """In the order in which they are shown; other categories follow as they come."""
 
-_LANED = frozenset({"call", "communication", "push", "pull"})
+_LANED = frozenset({"call", "communication", "from device", "to device", "push", "pull"})
 FLUSH_EVENTS = 4096
 """Events that are encoded together at the latest; that many take some 10 ms."""
 _log = logging.getLogger(__name__)

@@ -365,7 +365,7 @@ class Training:
             pair = torch.tensor([own * weight if weight else 0.0, weight], dtype=torch.float64)
             total, weights = control.sum(pair, "loss of a closure").tolist()
             mean = total / weights if weights else own
-            return torch.as_tensor(mean, dtype=loss.dtype) if isinstance(loss, torch.Tensor) else mean
+            return loss.new_tensor(mean) if isinstance(loss, torch.Tensor) else mean
 
         return evaluate
 

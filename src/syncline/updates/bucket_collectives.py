@@ -68,7 +68,7 @@ class LoadedCalls:
         def begin() -> None:
             try:
                 copy.wait()
-                trace.span(f"{label}, from the device", "copy", start_ns, trace.now_ns())
+                trace.span(f"for {label}", "from device", start_ns, trace.now_ns())
                 call = start()
             except Exception as error:
                 end(error)

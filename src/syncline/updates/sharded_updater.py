@@ -259,7 +259,11 @@ class ShardedUpdater(Updater):
         if error is not None:
             self._ready.fail(error)
             return
+        trace = self.collectives.trace
+        start_ns = trace.now_ns()
         bucket.unstage_parameters()
+        if bucket.parameter_copy is not None:
+            trace.span(f"after {gather.label}", "to device", start_ns, trace.now_ns())
         self._ready.finish(bucket.index)
 
     def _take_over(self, source: PeerState | None) -> None:
