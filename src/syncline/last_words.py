@@ -1,4 +1,4 @@
-"""What a rank leaves for its launcher: whom its last error names, and its number in the job once it is in."""
+"""What a rank leaves for its launcher: whom its last error names, that it has met the others, and its number there."""
 
 from __future__ import annotations
 
@@ -36,19 +36,32 @@ class LastWords:
 
 
 def tell_number(number: int) -> None:
-    """Let the launcher know that this rank has met the others, and what the job calls it."""
+    """Let the launcher know what the job calls this rank, which has come into it."""
     if path := process_variables().get(LAST_WORDS):
         with contextlib.suppress(OSError):  # its lines then carry the rank that it was started as
             number_file(Path(path)).write_text(str(number))
+    tell_met()
+
+
+def tell_met() -> None:
+    """Let the launcher know that this rank and all others of its job are connected."""
+    if path := process_variables().get(LAST_WORDS):
+        with contextlib.suppress(OSError):  # if it dies, it is then waited for where the ranks meet
+            met_file(Path(path)).touch()
+
+
+def met_file(last_words: Path) -> Path:
+    """Return the file that is there once a rank has met the others."""
+    return last_words.with_suffix(".met")
 
 
 def number_file(last_words: Path) -> Path:
-    """Return where a rank that has met the others leaves its number."""
+    """Return where a rank that comes into a job leaves its number."""
     return last_words.with_suffix(".number")
 
 
 def read_number(last_words: Path) -> int | None:
-    """Return the number of a rank that has met the others in the job; None as long as it has not."""
+    """Return the number that the rank has in the job that it has come into; None as long as it has not."""
     try:
         return int(number_file(last_words).read_text())
     except (OSError, ValueError):

@@ -80,7 +80,7 @@ def test_survivors_of_an_elastic_job_go_on_and_a_restarted_rank_is_told_whom_to_
             open(os.environ["SYNCLINE_LAST_WORDS"].replace(".json", ".number"), "w").write("2")  # it is in
             open({joined!r}, "w").write(os.environ["SYNCLINE_JOIN"])
         elif os.environ["RANK"] == "1":
-            open(os.environ["SYNCLINE_LAST_WORDS"].replace(".json", ".number"), "w").write("1")  # all have met
+            open(os.environ["SYNCLINE_LAST_WORDS"].replace(".json", ".met"), "w").close()
             os.kill(os.getpid(), 9)
         else:
             came = open({joined!r}).read() if {restarts.count} else "nobody"
@@ -133,7 +133,7 @@ def test_a_rank_that_came_back_has_its_number_in_its_lines_and_the_report_leads_
             print("is in", flush=True)
             sys.exit()
         if os.environ["RANK"] == "1":
-            open(words.replace(".json", ".number"), "w").write("1")  # all have met
+            open(words.replace(".json", ".met"), "w").close()
             os.kill(os.getpid(), 9)
         open({left!r}, "w").write("come in")
         open(words, "w").write(json.dumps({{"ranks": [2], "text": "rank 2 (host a1) left after 3 steps"}}))
@@ -158,7 +158,7 @@ def test_a_newcomer_that_still_waits_when_the_job_has_ended_well_is_ended_with_i
             open(waits, "w").write("waits")
             signal.pause()
         elif os.environ["RANK"] == "1":
-            open(os.environ["SYNCLINE_LAST_WORDS"].replace(".json", ".number"), "w").write("1")  # all have met
+            open(os.environ["SYNCLINE_LAST_WORDS"].replace(".json", ".met"), "w").close()
             os.kill(os.getpid(), 9)
         else:
             open(waits).read()
@@ -197,7 +197,7 @@ def test_ranks_of_a_machine_that_were_all_killed_join_at_the_masters_machine_and
     script = """
     print(attempt, os.environ.get("SYNCLINE_JOIN", "meets"), flush=True)
     if attempt == 0:
-        open(os.environ["SYNCLINE_LAST_WORDS"].replace(".json", ".number"), "w").write("0")  # all have met
+        open(os.environ["SYNCLINE_LAST_WORDS"].replace(".json", ".met"), "w").close()
         os.kill(os.getpid(), 9)
     if attempt == 1: sys.exit(3)
     """

@@ -18,7 +18,7 @@ from syncline.fabric import FabricOptions, Rendezvous, Store, connect_tcp
 from syncline.fabric.lending import NO_NETWORK, find_network
 from syncline.fabric.shared_port import lending
 from syncline.fabric.sockets import resolve_address
-from syncline.last_words import leave_at_exit, tell_number
+from syncline.last_words import leave_at_exit, tell_met
 from syncline.observe import Trace, tell_if_long
 from syncline.pytorch.environment import FLAT, MEASURE, Environment
 from syncline.pytorch.secret import user_secret
@@ -113,7 +113,8 @@ def _connect(environment: Environment, open_store: Callable[[Environment], Store
     try:
         if environment.world_size > 1:  # whoever still looks into rank 0's store when it ends prints pages of that
             communicator.sum_bytes(bytearray(1), label="start")
-        tell_number(environment.rank)  # from here on, who dies comes in as a newcomer
+        if not environment.join:
+            tell_met()  # from here on, who dies comes in as a newcomer
         if folder := process_variables().get(FLIGHT):
             communicator.write_flight(Path(folder).absolute())
     except BaseException:

@@ -43,7 +43,7 @@ from syncline.cli.launcher.supervisor import (
     TimePassed,
 )
 from syncline.cli.launcher.terminal import Terminal, colour_of
-from syncline.last_words import LAST_WORDS, LastWords, number_file, read_number
+from syncline.last_words import LAST_WORDS, LastWords, met_file, number_file, read_number
 from syncline.runtime.live import render
 
 READ_BYTES = 1 << 16
@@ -217,6 +217,7 @@ class Runner:
         for path in self._last_words_files(rank):  # of an earlier process
             path.unlink(missing_ok=True)
             number_file(path).unlink(missing_ok=True)
+            met_file(path).unlink(missing_ok=True)
         self._labels[rank] = self._session.labels[rank]
         if door or JOIN in environment:
             self._newcomers.add(rank)
@@ -305,7 +306,7 @@ class Runner:
     def _has_met(self, *ranks: int) -> bool:
         """Whether one of these has met the others, so that who starts again comes in; else its old place is free."""
         files = [path for rank in ranks for path in self._last_words_files(rank)]
-        return self._joins or not files or any(read_number(path) is not None for path in files)
+        return self._joins or not files or any(met_file(path).exists() for path in files)
 
     def _announce(self, announcement: Announce) -> None:
         if announcement.rank is None:
