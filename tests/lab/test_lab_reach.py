@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 from lab_ranks import carried_between, start
 from lab_sharded import NUM_BYTES
 
@@ -23,7 +24,7 @@ for address in sys.argv[1:]:
 """
 """Lose what would open a connection to these addresses, as their routers would."""
 ONE_PORT = 29600
-DIAL_ONE_PORT = """
+DIAL_SOME_PORTS = """
 import subprocess, sys
 tc = lambda *words: subprocess.run(["tc", *words], check=True, capture_output=True, text=True).stdout
 default = int(tc("qdisc", "show", "dev", "eth0").split("default ")[1].split()[0], 16)
@@ -31,10 +32,10 @@ tc("class", "add", "dev", "eth0", "parent", "1:", "classid", "1:ff", "htb", "rat
 tc("qdisc", "add", "dev", "eth0", "parent", "1:ff", "bfifo", "limit", "1")  # no packet is so small
 add = ["filter", "add", "dev", "eth0", "parent", "1:", "protocol", "ip"]
 first_packet = ["match", "ip", "protocol", "6", "0xff", "match", "u8", "0x02", "0xff", "at", "33"]
-tc(*add, "prio", "1", "u32", "match", "ip", "dport", sys.argv[1], "0xffff", "flowid", f"1:{default:x}")
+tc(*add, "prio", "1", "u32", "match", "ip", "dport", *sys.argv[1:], "flowid", f"1:{default:x}")
 tc(*add, "prio", "2", "u32", *first_packet, "flowid", "1:ff")
 """
-"""Lose what would open a connection to any other port, as a firewall would that lets one pass."""
+"""Lose what would open a connection to any other port (by number and mask), as a firewall would that lets some pass."""
 DIAL = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1.0)"
 
 
@@ -60,17 +61,20 @@ def test_hosts_behind_routers_call_and_meet_at_one_that_can_be_dialled():
     assert passed > 2 * 2 * (2 * NUM_BYTES / 3) * 0.5
 
 
-def test_a_whole_job_passes_through_one_port_of_each_host():
+@pytest.mark.parametrize(("ports", "mask"), [("29600", "0xffff"), ("29600-29631", "0xffe0")])
+def test_a_whole_job_passes_through_the_ports_that_each_host_lets_through(ports, mask):
     """Of two hosts with two ranks each: between them no other port can be reached, not that of the store either."""
     topology = Topology.parse("{switch: core, children: [{host: 'h[0-1]', uplink: 1 Gbit/s, ranks: 2}]}")
+    first, last = int(ports.partition("-")[0]), ports.rpartition("-")[2]
     with Lab(topology) as lab:
         for host in ("h0", "h1"):
-            assert run(lab, host, DIAL_ONE_PORT, str(ONE_PORT)) == (0, "")
+            assert run(lab, host, DIAL_SOME_PORTS, str(first), mask) == (0, "")
         there = lab.plan.host("h0").address
-        assert "TimeoutError" in run(lab, "h1", DIAL, there, str(ONE_PORT + 1))[1]
-        assert "ConnectionRefusedError" in run(lab, "h1", DIAL, there, str(ONE_PORT))[1]
-        one = {"SYNCLINE_PORTS": str(ONE_PORT), "MASTER_PORT": str(ONE_PORT)}
-        carried = carried_between(lab, start(lab, "lab_sharded.py", "2", of_hosts={"h0": one, "h1": one}))
+        for closed in (first - 1, int(last) + 1):
+            assert "TimeoutError" in run(lab, "h1", DIAL, there, str(closed))[1]
+        assert "ConnectionRefusedError" in run(lab, "h1", DIAL, there, last)[1]
+        some = {"SYNCLINE_PORTS": ports, "MASTER_PORT": last}
+        carried = carried_between(lab, start(lab, "lab_sharded.py", "2", of_hosts={"h0": some, "h1": some}))
     assert carried[DirectedLink("h1", "up")] > 2 * NUM_BYTES * 0.5
 
 
