@@ -25,7 +25,7 @@ from overlapped_tasks import TASKS, Task
 
 from syncline.pytorch.flatten import flatten, plan_model, trained_parameters
 from syncline.updates import Overlapped
-from syncline.updates.overlapped.events import Keep, Send, Use
+from syncline.updates.overlapped.events import Keep, Push, Send, Use
 
 OPTIMIZERS = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
@@ -52,8 +52,8 @@ def instructions(iteration: int, delay: int, period: int) -> list[WorkerDecision
     """Return what a worker does in an iteration: push its gradient, use the one of ``delay`` iterations ago."""
     num_places = delay + 1
     place = iteration % num_places
-    send = Send(place=place, period=period, round_number=iteration, iteration=iteration, weight=1.0)
-    done: list[WorkerDecision] = [Keep(place=place, add=False), send]
+    push = Push(worker=0, period=period, round_number=iteration, iteration=iteration, weight=1.0)
+    done: list[WorkerDecision] = [Keep(place=place, add=False), Send(place=place, push=push)]
     closed = iteration - delay
     if closed > 0:
         subtract = (closed % num_places,) if delay else ()

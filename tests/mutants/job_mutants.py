@@ -257,7 +257,7 @@ JOB_MUTANTS = (
             Change(
                 file="updates/overlapped/server.py",
                 before="        if push.round_number <= self.closed:\n            self.late[push.worker] += 1\n"
-                "            return dropped\n"
+                "            return []\n"
                 "        self._held.setdefault(push.round_number, {})[push.worker] = push\n",
                 after="        number = max(push.round_number, self.closed + 1)\n"
                 "        self._held.setdefault(number, {})[push.worker] = push\n",

@@ -102,7 +102,7 @@ class OverlappedScenario:
         starts = {worker.next_start for worker in alive}
         if starts != {fleet.average}:
             raise SimulationError(f"workers begin the next period with {starts}")
-        if (fleet.shard.period, fleet.shard.closed, fleet.held) != (1, 0, {}):
+        if (fleet.shard.period, fleet.shard.closed, fleet.held) != (1, 0, []):
             raise SimulationError(f"the server keeps {fleet.held} in period {fleet.shard.period}")
         if self.quorum == len(fleet.workers):
             weight = sum(int(worker.clock.num_samples) for worker in alive)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from dataclasses import replace
 from fractions import Fraction
 
 from syncline.updates.overlapped.events import (
@@ -16,13 +17,11 @@ from syncline.updates.overlapped.events import (
     End,
     Fold,
     Keep,
-    Lost,
     Push,
-    Release,
-    Replied,
     Reply,
     ReplyAverage,
     Send,
+    ServerInstruction,
 )
 from syncline.updates.overlapped.server import ServerShard
 from syncline.updates.overlapped.worker import BucketWorker, PeriodClock
@@ -31,12 +30,13 @@ from syncline.updates.overlapped.worker import BucketWorker, PeriodClock
 class FleetWorker:
     def __init__(self, rank: int, fleet: Fleet) -> None:
         self.rank = rank
-        self.machine = BucketWorker(window=fleet.window, num_rounds=fleet.num_iterations, holds_back=fleet.holds_back)
+        self.machine = BucketWorker(
+            rank=rank, window=fleet.window, num_rounds=fleet.num_iterations, holds_back=fleet.holds_back
+        )
         self.clock = PeriodClock(fleet.num_iterations)
         self.places: dict[int, int] = {}
         self.newest = self.base = self.fed = self.own = 0
         self.up: deque[Push | End] = deque()
-        self.up_values: deque[int] = deque()
         self.down: tuple[Reply | ReplyAverage, int] | None = None
         self.is_waiting = self.has_ended = self.is_dead = False
         self.next_start: Fraction | None = None
@@ -59,7 +59,7 @@ def _twin_account(account):
 
 
 def _clone_worker(worker: FleetWorker) -> FleetWorker:
-    worker.up, worker.up_values = worker.up.copy(), worker.up_values.copy()
+    worker.up = worker.up.copy()
     worker.places = dict(worker.places)
     worker.clock, machine = _twin(worker.clock), _twin(worker.machine)
     worker.machine = machine
@@ -93,11 +93,16 @@ class Fleet:
         self.shard = ServerShard(workers=range(num_workers), quorum=quorum, window=window)
         self.workers = [FleetWorker(rank, self) for rank in range(num_workers)]
         self.cumulative = 0
-        self.held: dict[tuple[int, int], tuple[int, Push | End]] = {}
         self.runs: dict[tuple[int, int], tuple[int, int]] = {}
         self.closings: dict[int, tuple[int, ...]] = {}
         self.average: Fraction | None = None
-        self.num_places = 0
+        self.most_held = 0
+        """The most messages of one worker that the server has kept."""
+
+    @property
+    def held(self) -> list[Push | End]:
+        """What the server keeps."""
+        return [*(push for held in self.shard._held.values() for push in held.values()), *self.shard._ends.values()]
 
     def gradient(self, worker: int, number: int) -> int:
         return self.scale << (self.digit_bits * (worker * self.num_iterations + number - 1))
@@ -147,19 +152,11 @@ class Fleet:
         self._use(worker)
 
     def _send(self, worker: FleetWorker, send: Send) -> None:
-        assert send.round_number <= send.iteration, "a gradient was pushed for a round from the future"
+        push = replace(send.push, payload=worker.places[send.place])
+        assert push.round_number <= push.iteration, "a gradient was pushed for a round from the future"
         run = worker.machine._out[-1]
-        self.runs[worker.rank, send.round_number] = (run.first, run.last)
-        push = Push(
-            worker=worker.rank,
-            period=send.period,
-            round_number=send.round_number,
-            iteration=send.iteration,
-            weight=send.weight,
-            place=send.round_number,
-        )
+        self.runs[worker.rank, push.round_number] = (run.first, run.last)
         worker.up.append(push)
-        worker.up_values.append(worker.places[send.place])
         if self.is_prompt:
             worker.machine.sent()
 
@@ -189,15 +186,14 @@ class Fleet:
     def _end(self, worker: FleetWorker) -> None:
         worker.has_ended = True
         if self.with_end:
-            end = End(worker=worker.rank, period=0, weight=worker.clock.num_samples, place=-1)
+            end = End(worker=worker.rank, period=0, weight=worker.clock.num_samples, payload=worker.fed)
             worker.up.append(end)
-            worker.up_values.append(worker.fed)
 
     def _up(self, worker: FleetWorker) -> None:
-        event, value = worker.up.popleft(), worker.up_values.popleft()
-        if isinstance(event, Push) and not self.is_prompt:
+        message = worker.up.popleft()
+        if isinstance(message, Push) and not self.is_prompt:
             worker.machine.sent()
-        self.hand_in(event, value)
+        self.hand_in(message)
         self._wake(worker)
 
     def _down(self, worker: FleetWorker) -> None:
@@ -209,7 +205,7 @@ class Fleet:
             self._wake(worker)
         else:
             worker.next_start = value
-        self.serve(Replied(worker=worker.rank))
+        self.obey(self.shard.replied(worker.rank))
 
     def _wake(self, worker: FleetWorker) -> None:
         if worker.is_waiting:
@@ -222,21 +218,17 @@ class Fleet:
         worker = self.workers[rank]
         worker.is_dead = True
         worker.up.clear()
-        worker.up_values.clear()
         worker.down = None
-        self.serve(Lost(worker=rank))
+        self.obey(self.shard.lose(rank))
 
     # --- the server's driver -------------------------------------------------------------------------------------
 
-    def hand_in(self, event: Push | End, value: int) -> None:
-        key = (event.worker, event.place)
-        assert key not in self.held, "a place was used twice"
-        self.held[key] = (value, event)
-        self.num_places = max(self.num_places, sum(worker == event.worker for worker, _ in self.held))
-        self.serve(event)
+    def hand_in(self, message: Push | End) -> None:
+        self.obey(self.shard.hear(message))
+        self.most_held = max(self.most_held, sum(one.worker == message.worker for one in self.held))
 
-    def serve(self, event) -> None:
-        for instruction in self.shard.handle(event):
+    def obey(self, instructions: list[ServerInstruction]) -> None:
+        for instruction in instructions:
             self._obey(instruction)
 
     def _obey(self, instruction) -> None:
@@ -245,12 +237,10 @@ class Fleet:
                 self.cumulative += self._mean(contributions)
                 self.closings[round_number] = tuple(one.worker for one in contributions)
             case Average(contributions=contributions):
-                total = sum(int(one.weight) * self.held[one.worker, one.place][0] for one in contributions)
+                total = sum(int(one.weight) * one.payload for one in contributions)
                 self.average = Fraction(total, sum(int(one.weight) for one in contributions))
             case Clear():
                 pass
-            case Release(worker=worker, place=place):
-                del self.held[worker, place]
             case Reply(worker=worker) | ReplyAverage(worker=worker):
                 assert self.workers[worker].down is None, "two replies at once"
                 value = self.cumulative if isinstance(instruction, Reply) else self.average
@@ -258,7 +248,7 @@ class Fleet:
 
     def _mean(self, contributions) -> int:
         assert list(contributions) == sorted(contributions, key=lambda one: one.worker)
-        total = sum(int(one.weight) * self.held[one.worker, one.place][0] for one in contributions)
+        total = sum(int(one.weight) * one.payload for one in contributions)
         return self.divide(total, sum(int(one.weight) for one in contributions))
 
     # --- the plain reference -------------------------------------------------------------------------------------
@@ -301,7 +291,7 @@ class Fleet:
 
     def _clone(self, rank: int) -> Fleet:
         other = _twin(self)
-        other.held, other.runs, other.closings = dict(self.held), dict(self.runs), dict(self.closings)
+        other.runs, other.closings = dict(self.runs), dict(self.closings)
         other.workers = [_twin(worker) for worker in self.workers]
         other.workers[rank] = _clone_worker(other.workers[rank])
         shard = other.shard = _twin(self.shard)

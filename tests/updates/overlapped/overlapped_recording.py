@@ -54,7 +54,7 @@ def record(updater: Any) -> Recorder:
     for link in client.links:
         _record_worker(recorder, link)
     for bucket, shard in client.hosted.items():
-        _record_server(recorder, bucket, shard.machine)
+        _record_server(recorder, bucket, shard)
     if updater._tree_mean is not None and updater.collectives.rank == 0:
 
         def note_mean(ends: Any) -> None:
@@ -86,8 +86,10 @@ def _record_worker(recorder: Recorder, link: Any) -> None:
     _wrap(link, "unsettled", before=lambda: note(Redo(runs=tuple(machine.unsettled))))
 
 
-def _record_server(recorder: Recorder, bucket: int, machine: Any) -> None:
+def _record_server(recorder: Recorder, bucket: int, shard: Any) -> None:
     period = 0
+
+    obey = shard.obey
 
     def note(instructions: list[Any]) -> None:
         nonlocal period
@@ -104,8 +106,9 @@ def _record_server(recorder: Recorder, bucket: int, machine: Any) -> None:
                     members=tuple((one.worker, one.weight) for one in instruction.contributions),
                 )
                 recorder.servers.append(note)
+        obey(instructions)
 
-    _wrap(machine, "handle", after=note)
+    shard.obey = note
 
 
 def _wrap(

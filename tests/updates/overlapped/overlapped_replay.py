@@ -160,7 +160,7 @@ class _Hands:
             return True
         key = (bucket, instruction.place)
         if isinstance(instruction, Send):
-            self.ledger.push(bucket, self.period, instruction.round_number, self.replica.rank, self._places[key])
+            self.ledger.push(bucket, self.period, instruction.push.round_number, self.replica.rank, self._places[key])
         elif isinstance(instruction, Keep) and instruction.add:
             self._places[key].add_(gradient)
         else:

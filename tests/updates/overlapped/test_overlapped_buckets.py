@@ -13,7 +13,7 @@ from overlapped_training import one_step, start
 
 from small_regression import parameters_of
 from syncline.updates import Overlapped
-from syncline.updates.overlapped.events import End, Lost, Push, Replied, Reply, ReplyAverage, Send, Waiting
+from syncline.updates.overlapped.events import End, Push, Reply, ReplyAverage, Send
 from syncline.updates.overlapped.server import ServerShard
 from syncline.updates.overlapped.worker import BucketWorker, PeriodClock
 from thread_fleets import run_fleets
@@ -47,10 +47,10 @@ class Buckets:
         ]
         self.workers = [
             Worker(
-                [Link(BucketWorker(window=window, num_rounds=num_iterations)) for _ in range(num_buckets)],
+                [Link(BucketWorker(rank=rank, window=window, num_rounds=num_iterations)) for _ in range(num_buckets)],
                 num_iterations,
             )
-            for _ in range(num_workers)
+            for rank in range(num_workers)
         ]
 
     def choices(self) -> list[Choice]:
@@ -78,14 +78,14 @@ class Buckets:
     def step(self, rank: int, worker: Worker) -> None:
         iteration = worker.clock.tick(fleet=max(link.machine.clock for link in worker.links), weight=1.0)
         for link in worker.links:
-            self.push(rank, link, link.machine.step(iteration=iteration, weight=1.0))
+            self.push(link, link.machine.step(iteration=iteration, weight=1.0))
             link.machine.use()
 
     def up(self, bucket: int, link: Link) -> None:
         event = link.up.popleft()
         if isinstance(event, Push):
             link.machine.sent()
-        self.serve(bucket, event)
+        self.obey(bucket, self.shards[bucket].hear(event))
 
     def down(self, rank: int, bucket: int, link: Link) -> None:
         reply, link.down = link.down, None
@@ -93,31 +93,31 @@ class Buckets:
             link.has_average = True
         elif not self.workers[rank].has_ended:
             link.machine.arrived(reply)
-        self.serve(bucket, Replied(worker=rank))
+        self.obey(bucket, self.shards[bucket].replied(rank))
 
     def go_on(self, rank: int, worker: Worker) -> None:
         while self.is_too_stale(worker) and self.is_news(worker):
             worker.clock.catch_up(reached=max(link.machine.reached for link in worker.links))
             for link in worker.links:
-                self.push(rank, link, link.machine.hurry(iteration=worker.clock.iteration))
+                self.push(link, link.machine.hurry(iteration=worker.clock.iteration))
                 link.machine.use()
         worker.is_waiting = self.is_too_stale(worker)
         if not worker.is_waiting and worker.clock.is_last:
             worker.has_ended = True
             for link in worker.links:
-                link.up.append(End(worker=rank, period=0, weight=1.0, place=-1))
+                link.up.append(End(worker=rank, period=0, weight=1.0))
 
     def ask(self) -> None:
         """Let everyone who waits ask all servers."""
         for rank, worker in enumerate(self.workers):
             if worker.is_waiting and not worker.is_dead:
-                for bucket in range(len(self.shards)):
-                    self.serve(bucket, Waiting(worker=rank))
+                for bucket, shard in enumerate(self.shards):
+                    self.obey(bucket, shard.wait(rank))
 
     def kill(self, rank: int) -> None:
         self.workers[rank].is_dead = True
-        for bucket in range(len(self.shards)):
-            self.serve(bucket, Lost(worker=rank))
+        for bucket, shard in enumerate(self.shards):
+            self.obey(bucket, shard.lose(rank))
 
     def is_too_stale(self, worker: Worker) -> bool:
         return any(link.machine.staleness > self.max_staleness for link in worker.links)
@@ -127,21 +127,13 @@ class Buckets:
         return any(link.machine.num_unused or link.machine.can_hurry for link in worker.links)
 
     @staticmethod
-    def push(rank: int, link: Link, instructions) -> None:
+    def push(link: Link, instructions) -> None:
         for one in instructions:
             if isinstance(one, Send):
-                push = Push(
-                    worker=rank,
-                    period=0,
-                    round_number=one.round_number,
-                    iteration=one.iteration,
-                    weight=1.0,
-                    place=one.round_number,
-                )
-                link.up.append(push)
+                link.up.append(one.push)
 
-    def serve(self, bucket: int, event) -> None:
-        for instruction in self.shards[bucket].handle(event):
+    def obey(self, bucket: int, instructions) -> None:
+        for instruction in instructions:
             if isinstance(instruction, Reply | ReplyAverage):
                 link = self.workers[instruction.worker].links[bucket]
                 assert link.down is None, "two replies at once"

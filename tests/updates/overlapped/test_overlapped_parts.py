@@ -75,7 +75,7 @@ LAYOUT = BucketLayout(index=0, stream=1, connection_class=0, num_elements=4, dty
 def test_messages_to_servers_go_round(kind, period: int, round_number: int, iteration: int, weight: float) -> None:
     known = {"round_number": round_number, "weight": weight}
     fields = {name: value for name, value in known.items() if name in kind.__slots__}
-    record = kind(worker=2, period=period, iteration=iteration, place=0, **fields)
+    record = kind(worker=2, period=period, iteration=iteration, **fields)
     message = LAYOUT.make_up()
     message.values.fill_(3.0)
     message.write(record)

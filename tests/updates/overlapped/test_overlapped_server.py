@@ -6,74 +6,66 @@ from syncline.updates.overlapped.events import (
     End,
     Fold,
     Hello,
-    Lost,
     Push,
-    Release,
-    Replied,
     Reply,
     ReplyAverage,
-    Stop,
-    Waiting,
 )
 from syncline.updates.overlapped.server import ServerShard
 
 
 def push(worker: int, round_number: int, *, period: int = 0, weight: float = 8.0, iteration: int | None = None) -> Push:
-    place = 10 * worker + round_number
     when = round_number if iteration is None else iteration
-    return Push(worker=worker, period=period, round_number=round_number, iteration=when, weight=weight, place=place)
+    return Push(worker=worker, period=period, round_number=round_number, iteration=when, weight=weight)
 
 
 def end(worker: int, *, period: int = 0, weight: float = 8.0) -> End:
-    return End(worker=worker, period=period, weight=weight, place=90 + worker)
+    return End(worker=worker, period=period, weight=weight)
 
 
 def test_the_first_m_make_the_gradient_in_rank_order_and_all_are_told() -> None:
     shard = ServerShard(workers=range(3), quorum=2, window=4)
     second, first = push(2, 1, weight=3.0), push(0, 1, iteration=5)
-    assert shard.handle(second) == []
-    assert shard.handle(first) == [
+    assert shard.hear(second) == []
+    assert shard.hear(first) == [
         Fold(round_number=1, contributions=(first, second)),
-        Release(worker=0, place=1),
-        Release(worker=2, place=21),
         Reply(worker=0, period=0, closed=1, clock=1, accepted=(1,)),
         Reply(worker=1, period=0, closed=1, clock=1, accepted=()),
         Reply(worker=2, period=0, closed=1, clock=1, accepted=(1,)),
     ]
 
 
-def test_late_repeated_and_outdated_pushes_only_release_their_place() -> None:
+def test_late_repeated_and_outdated_pushes_change_nothing() -> None:
     shard = ServerShard(workers=range(3), quorum=2, window=4)
-    shard.handle(push(0, 1))
-    shard.handle(push(1, 1))
+    shard.hear(push(0, 1))
+    shard.hear(push(1, 1))
     for event in (push(2, 1), push(2, 1), push(0, 1), push(2, 2, period=-1), push(2, 2, period=1)):
-        assert shard.handle(event) == [Release(worker=event.worker, place=event.place)]
+        assert shard.hear(event) == []
     assert (shard.num_rounds, shard.late, shard.outdated) == (1, {2: 1}, {0: 1, 2: 3})
 
 
 def test_a_reply_waits_until_the_last_one_has_left_and_then_tells_the_newest() -> None:
     shard = ServerShard(workers=range(2), quorum=1, window=2)
-    shard.handle(push(0, 1))
+    shard.hear(push(0, 1))
     for round_number in (2, 3, 4):
-        instructions = shard.handle(push(0, round_number))
+        instructions = shard.hear(push(0, round_number))
         assert not any(isinstance(one, Reply) for one in instructions)
-    assert shard.handle(Replied(worker=0)) == [Reply(worker=0, period=0, closed=4, clock=4, accepted=(3, 4))]
-    assert shard.handle(Replied(worker=1)) == [Reply(worker=1, period=0, closed=4, clock=4, accepted=())]
-    assert shard.handle(Replied(worker=1)) == []
+    assert shard.replied(0) == [Reply(worker=0, period=0, closed=4, clock=4, accepted=(3, 4))]
+    assert shard.replied(1) == [Reply(worker=1, period=0, closed=4, clock=4, accepted=())]
+    assert shard.replied(1) == []
 
 
 def test_a_round_does_not_wait_for_a_worker_that_waits_and_has_nothing_to_push() -> None:
     """It may wait, in another bucket, for the very one whose push lies here."""
     shard = ServerShard(workers=range(3), quorum=2, window=1)
-    shard.handle(push(2, 1))
-    assert shard.handle(Waiting(worker=0)) == []  # worker 1 may come
-    assert shard.handle(end(1)) == [Release(worker=2, place=21), *told(shard, 1)]
+    shard.hear(push(2, 1))
+    assert shard.wait(0) == []  # worker 1 may come
+    assert shard.hear(end(1)) == told(shard, 1)
     assert shard.num_abandoned == 1
-    shard.handle(Waiting(worker=2))
-    assert shard.handle(push(2, 2)) == [Release(worker=2, place=22)]
+    shard.wait(2)
+    assert shard.hear(push(2, 2)) == []
     assert shard.closed == 2
-    shard.handle(push(0, 3))
-    assert shard.handle(push(2, 3))[0] == Fold(round_number=3, contributions=(push(0, 3), push(2, 3)))
+    shard.hear(push(0, 3))
+    assert shard.hear(push(2, 3))[0] == Fold(round_number=3, contributions=(push(0, 3), push(2, 3)))
 
 
 def told(shard: ServerShard, closed: int) -> list[Reply]:
@@ -82,25 +74,22 @@ def told(shard: ServerShard, closed: int) -> list[Reply]:
 
 def test_where_all_workers_are_needed_a_round_waits_for_each() -> None:
     shard = ServerShard(workers=range(2), quorum=2, window=1)
-    shard.handle(push(0, 1))
-    assert shard.handle(Waiting(worker=1)) == []
-    assert shard.handle(push(1, 1))[0] == Fold(round_number=1, contributions=(push(0, 1), push(1, 1)))
+    shard.hear(push(0, 1))
+    assert shard.wait(1) == []
+    assert shard.hear(push(1, 1))[0] == Fold(round_number=1, contributions=(push(0, 1), push(1, 1)))
 
 
-def test_the_end_of_a_period_averages_all_that_live_and_releases_what_is_left() -> None:
+def test_the_end_of_a_period_averages_all_that_live() -> None:
     shard = ServerShard(workers=range(3), quorum=2, window=4)
     leftover = push(1, 1)
-    shard.handle(leftover)
-    shard.handle(Lost(worker=2))
+    shard.hear(leftover)
+    shard.lose(2)
     ends = [end(1, weight=2.0), end(0)]
     # Worker 1 ends: round 1 can still get worker 0.
-    assert shard.handle(ends[0]) == []
+    assert shard.hear(ends[0]) == []
     assert shard.missing() == (0,)
-    assert shard.handle(ends[1]) == [
-        Release(worker=1, place=11),  # abandoned: nobody can push for round 1 any more
+    assert shard.hear(ends[1]) == [
         Average(period=0, contributions=(ends[1], ends[0])),
-        Release(worker=0, place=90),
-        Release(worker=1, place=91),
         Clear(period=1),
         ReplyAverage(worker=0, period=0),
         ReplyAverage(worker=1, period=0),
@@ -111,69 +100,62 @@ def test_the_end_of_a_period_averages_all_that_live_and_releases_what_is_left() 
 
 def test_an_end_that_is_said_again_counts_for_nothing() -> None:
     shard = ServerShard(workers=range(2), quorum=2, window=4)
-    shard.handle(end(0))
-    assert shard.handle(end(0)) == [Release(worker=0, place=90)]
+    shard.hear(end(0))
+    assert shard.hear(end(0)) == []
     assert shard.outdated == {0: 1}
 
 
 def test_a_loss_may_complete_the_period() -> None:
     shard = ServerShard(workers=range(3), quorum=2, window=4)
-    shard.handle(end(0))
-    shard.handle(end(1))
-    assert any(isinstance(one, Average) for one in shard.handle(Lost(worker=2)))
+    shard.hear(end(0))
+    shard.hear(end(1))
+    assert any(isinstance(one, Average) for one in shard.lose(2))
 
 
 def test_a_round_that_cannot_find_its_workers_is_abandoned() -> None:
     shard = ServerShard(workers=range(2), quorum=2, window=4)
-    shard.handle(end(0))
-    assert shard.handle(push(1, 1)) == [
-        Release(worker=1, place=11),
+    shard.hear(end(0))
+    assert shard.hear(push(1, 1)) == [
         Reply(worker=1, period=0, closed=1, clock=0, accepted=()),
     ]
     assert shard.num_abandoned == 1
 
 
 def hello(worker: int, period: int) -> Hello:
-    return Hello(worker=worker, period=period, place=70 + worker)
+    return Hello(worker=worker, period=period)
 
 
 def test_a_successor_learns_the_period_from_all_and_keeps_what_came_before() -> None:
     shard = ServerShard(workers=range(3), quorum=1, window=4, lost=[0], succeeds=True)
     early = push(1, 1, period=4)
-    assert shard.handle(hello(1, 4)) == []
-    assert shard.handle(early) == []
+    assert shard.hear(hello(1, 4)) == []
+    assert shard.hear(early) == []
     assert shard.missing() == (2,)
-    assert shard.handle(hello(2, 4)) == [
-        Release(worker=1, place=71),
-        Release(worker=2, place=72),
+    assert shard.hear(hello(2, 4)) == [
         Clear(period=4),
         Fold(round_number=1, contributions=(early,)),
-        Release(worker=1, place=11),
         Reply(worker=1, period=4, closed=1, clock=1, accepted=(1,)),
         Reply(worker=2, period=4, closed=1, clock=1, accepted=()),
     ]
-    assert shard.handle(hello(2, 4)) == [Release(worker=2, place=72)]
+    assert shard.hear(hello(2, 4)) == []
 
 
 def test_a_successor_brings_a_worker_that_missed_the_average_up_to_date() -> None:
     shard = ServerShard(workers=range(3), quorum=1, window=4, lost=[0], succeeds=True)
-    shard.handle(hello(1, 3))
-    assert shard.handle(end(1, period=3)) == []
-    assert shard.handle(hello(2, 4)) == [
+    shard.hear(hello(1, 3))
+    assert shard.hear(end(1, period=3)) == []
+    assert shard.hear(hello(2, 4)) == [
         Average(period=3, contributions=(hello(2, 4),)),
-        Release(worker=1, place=71),
-        Release(worker=2, place=72),
         Clear(period=4),
         ReplyAverage(worker=1, period=3),
-        Release(worker=1, place=91),  # its end of period 3 came too late
     ]
 
 
 def test_a_successor_does_not_wait_for_the_dead() -> None:
     shard = ServerShard(workers=range(4), quorum=1, window=4, lost=[0], succeeds=True)
     for worker, period in ((1, 3), (2, 4)):
-        assert shard.handle(hello(worker, period)) == []
-    instructions = shard.handle(Lost(worker=3))
+        assert shard.hear(hello(worker, period)) == []
+    instructions = shard.lose(3)
     assert Clear(period=4) in instructions
     assert ReplyAverage(worker=1, period=3) in instructions
 
@@ -182,26 +164,26 @@ def test_a_worker_that_stops_leaves_rounds_to_abandon_but_what_it_has_pushed_cou
     """Its note may overtake its last push."""
     shard = ServerShard(workers=range(2), quorum=2, window=4, ends_elsewhere=True)
     first, second = push(0, 1), push(1, 1)
-    shard.handle(first)
-    shard.handle(push(0, 2))
-    assert shard.handle(Stop(worker=1, period=0, last_round=1)) == []
-    assert shard.handle(second) == [
+    shard.hear(first)
+    shard.hear(push(0, 2))
+    assert shard.stop(1, period=0, last_round=1) == []
+    assert shard.hear(second) == [
         Fold(round_number=1, contributions=(first, second)),
-        Release(worker=0, place=1),
-        Release(worker=1, place=11),
-        Release(worker=0, place=2),
         Reply(worker=0, period=0, closed=2, clock=1, accepted=(1,)),
     ]
     assert shard.num_abandoned == 1
 
 
 def test_the_first_message_of_a_new_period_begins_it_where_periods_end_elsewhere() -> None:
-    for event in (push(1, 1, period=1), Stop(worker=1, period=1, last_round=0)):
+    for begin in (
+        lambda shard: shard.hear(push(1, 1, period=1)),
+        lambda shard: shard.stop(1, period=1, last_round=0),
+    ):
         shard = ServerShard(workers=range(2), quorum=2, window=4, ends_elsewhere=True)
-        shard.handle(push(0, 1))
-        assert shard.handle(event) == [Release(worker=0, place=1), Clear(period=1)]
+        shard.hear(push(0, 1))
+        assert begin(shard) == [Clear(period=1)]
         assert (shard.period, shard.unfinished) == (1, {0: 1})
         late = push(0, 2)
-        assert shard.handle(late) == [Release(worker=0, place=2)]
-        assert shard.handle(Stop(worker=0, period=0, last_round=2)) == []
+        assert shard.hear(late) == []
+        assert shard.stop(0, period=0, last_round=2) == []
         assert shard.outdated == {0: 1}

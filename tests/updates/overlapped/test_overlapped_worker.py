@@ -1,21 +1,17 @@
 """A worker's decisions for one bucket, call by call, and its iteration numbers."""
 
-from syncline.updates.overlapped.events import Keep, Reply, Send, Use
+from syncline.updates.overlapped.events import Keep, Push, Reply, Send, Use
 from syncline.updates.overlapped.worker import BucketWorker, PeriodClock
 
 
 def make(*, window: int = 3) -> BucketWorker:
-    return BucketWorker(window=window, num_rounds=20)
+    return BucketWorker(rank=0, window=window, num_rounds=20)
 
 
-def send(place: int, round_number: int, *, iteration: int | None = None, weight: float = 8.0) -> Send:
-    return Send(
-        place=place,
-        period=0,
-        round_number=round_number,
-        iteration=round_number if iteration is None else iteration,
-        weight=weight,
-    )
+def send(place: int, round_number: int, *, iteration: int | None = None, weight: float = 8.0, period: int = 0) -> Send:
+    when = round_number if iteration is None else iteration
+    push = Push(worker=0, period=period, round_number=round_number, iteration=when, weight=weight)
+    return Send(place=place, push=push)
 
 
 def reply(closed: int, *accepted: int, clock: int | None = None, period: int = 0) -> Reply:
@@ -88,7 +84,7 @@ def test_a_place_is_not_used_again_before_its_push_has_left() -> None:
     worker.end_period()
     assert worker.step(iteration=1, weight=8.0) == [Keep(place=1, add=False)]
     worker.sent()
-    assert worker.hurry(iteration=1) == [Send(place=1, period=1, round_number=1, iteration=1, weight=8.0)]
+    assert worker.hurry(iteration=1) == [send(1, 1, period=1)]
 
 
 def test_replies_of_an_older_period_and_older_replies_change_nothing() -> None:
@@ -148,6 +144,4 @@ def test_what_would_not_come_back_before_the_period_ends_is_held_back_unless_it_
     assert worker.hurry(iteration=19) == [send(4, 6, iteration=19)]
     worker.sent()
     worker.end_period()
-    assert worker.step(iteration=1, weight=8.0)[1:] == [
-        Send(place=0, period=1, round_number=1, iteration=1, weight=8.0)
-    ]
+    assert worker.step(iteration=1, weight=8.0)[1:] == [send(0, 1, period=1)]

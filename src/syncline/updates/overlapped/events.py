@@ -1,18 +1,20 @@
-"""What happens to a server shard and to a worker, and what they then ask for: plain records, no I/O.
+"""What workers send to a server shard, and what it and they then ask for: plain records, no I/O.
 
-A *place* is a buffer, by number; whoever drives a machine maps numbers to memory.
+A *payload* is what comes with a message, which the machines never open. A worker's *place* is a buffer, by number;
+whoever drives it maps numbers to memory.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-# --- events of a server shard ------------------------------------------------------------------------------------
+# --- what a worker sends to a server shard ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """A gradient of ``worker`` for ``round_number`` lies at ``place``."""
+    """A gradient of ``worker`` for ``round_number``."""
 
     worker: int
     period: int
@@ -21,66 +23,36 @@ class Push:
     """The worker's iteration when it pushed."""
     weight: float
     """Samples of an iteration; of a run, their mean, so that each gradient in it counts as much as one by itself."""
-    place: int
+    payload: Any = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """``worker`` has ended its period; its parameters lie at ``place``."""
+    """``worker`` has ended its period, with these parameters."""
 
     worker: int
     period: int
     weight: float
     """Samples that the worker used in the whole period."""
-    place: int
     iteration: int = 0
     """The worker's iteration since the start of the training."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
-    """``worker`` has ended ``period``, which is averaged elsewhere; it pushes for no round after ``last_round``."""
-
-    worker: int
-    period: int
-    last_round: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
-    """``worker`` waits for what is newer, of this bucket or another, and has nothing that it could push here."""
-
-    worker: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replied:
-    """The reply to ``worker`` has left; another may follow."""
-
-    worker: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
-    """``worker`` is dead, or has left; what arrived from it before still counts."""
-
-    worker: int
+    payload: Any = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """``worker`` greets the successor of a dead server: the start of ``period`` that it holds lies at ``place``."""
+    """``worker`` greets the successor of a dead server, with the start of ``period`` that it holds."""
 
     worker: int
     period: int
-    place: int
     iteration: int = 0
     """The fleet's iteration at the start of ``period``."""
     weight: float = 1.0
     """Of the only one in an average."""
+    payload: Any = field(default=None, compare=False, repr=False)
 
 
-ServerEvent = Push | End | Stop | Waiting | Replied | Lost | Hello
+ServerMessage = Push | End | Hello
 
 # --- instructions of a server shard ------------------------------------------------------------------------------
 
@@ -109,14 +81,6 @@ class Clear:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Release:
-    """``place`` may be used for another message of ``worker``."""
-
-    worker: int
-    place: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """Send ``worker`` the cumulative sum."""
 
@@ -140,7 +104,7 @@ class ReplyAverage:
     """For each rank, how many of its pushes this shard has dropped so far, as whoever sends it fills in."""
 
 
-ServerInstruction = Fold | Average | Clear | Release | Reply | ReplyAverage
+ServerInstruction = Fold | Average | Clear | Reply | ReplyAverage
 
 # --- instructions of a worker ------------------------------------------------------------------------------------
 
@@ -155,13 +119,10 @@ class Keep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
-    """Push what lies at ``place``; all that a :class:`Push` says but the worker."""
+    """Push what lies at ``place``."""
 
     place: int
-    period: int
-    round_number: int
-    iteration: int
-    weight: float
+    push: Push
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from itertools import count
 
 import torch
 
@@ -23,15 +22,10 @@ from syncline.updates.overlapped.events import (
     End,
     Fold,
     Hello,
-    Lost,
     Push,
-    Release,
-    Replied,
     Reply,
     ReplyAverage,
-    ServerEvent,
     ServerInstruction,
-    Stop,
 )
 from syncline.updates.overlapped.messages import DOWN, UP, BucketLayout, Message
 from syncline.updates.overlapped.placement import ServerLayout
@@ -66,21 +60,18 @@ class HostedShard:
         self._cumulative = torch.zeros(bucket.num_elements, dtype=sum_dtype(bucket.dtype))
         self._mean = torch.empty_like(self._cumulative)
         self._average = torch.empty(0)
-        self._landed: dict[int, Message] = {}
-        """What the state machine has not released yet, by place."""
-        self._places = count()
         for worker in self.machine.alive:
             self._post(worker)
 
     def lose(self, worker: int) -> None:
         """Go on without ``worker``."""
         if worker in self.machine.alive:
-            self.handle(Lost(worker=worker))
+            self.obey(self.machine.lose(worker))
 
     def stop(self, worker: int, *, period: int, last_round: int) -> None:
         """Note that ``worker`` ended a period that is averaged elsewhere; it may say so before it knows of a move."""
         if self._messages.epoch == 0 and worker in self.machine.alive:
-            self.handle(Stop(worker=worker, period=period, last_round=last_round))
+            self.obey(self.machine.stop(worker, period=period, last_round=last_round))
 
     def retire(self) -> None:
         """Do nothing more: the bucket begins again with a later epoch. What still comes lands, and is dropped."""
@@ -96,39 +87,33 @@ class HostedShard:
             return  # it was sent before this worker knew
         event = message.read()
         assert isinstance(event, Push | End | Hello)
-        place = next(self._places)
-        self._landed[place] = message
-        self.handle(replace(event, worker=worker, place=place))
+        self.obey(self.machine.hear(replace(event, worker=worker, payload=message.values)))
         self._post(worker)
 
-    def handle(self, event: ServerEvent) -> None:
-        """Tell the state machine what has happened, and do what it says."""
-        for instruction in self.machine.handle(event):
-            self._obey(instruction)
-
-    def _obey(self, instruction: ServerInstruction) -> None:
-        match instruction:
-            case Fold(contributions=given):
-                weights = [one.weight for one in given]
-                add_mean(self._cumulative, self._values(given), weights, scratch=self._mean)
-            case Average(contributions=given):
-                self._average = torch.empty(self.bucket.num_elements, dtype=self.bucket.dtype)
-                average(self._values(given), [one.weight for one in given], out=self._average)
-            case Clear():
+    def obey(self, instructions: Iterable[ServerInstruction]) -> None:
+        """Do what the state machine says."""
+        for instruction in instructions:
+            if isinstance(instruction, Clear):
                 self._cumulative.zero_()
-            case Release(place=place):
-                del self._landed[place]
-            case Reply():
+            elif isinstance(instruction, Fold | Average):
+                self._sum(instruction)
+            elif isinstance(instruction, Reply):
                 self._reply(instruction, self._cumulative)
-            case ReplyAverage():
+            else:
                 dropped = tuple(self.machine.dropped(rank) for rank in range(self._layout.world_size))
                 self._reply(replace(instruction, dropped=dropped), self._average)
 
-    def _values(self, given: Iterable[Push | End | Hello]) -> list[torch.Tensor]:
-        return [self._landed[one.place].values for one in given]
+    def _sum(self, instruction: Fold | Average) -> None:
+        values = [one.payload for one in instruction.contributions]
+        weights = [one.weight for one in instruction.contributions]
+        if isinstance(instruction, Fold):
+            add_mean(self._cumulative, values, weights, scratch=self._mean)
+        else:
+            self._average = torch.empty(self.bucket.num_elements, dtype=self.bucket.dtype)
+            average(values, weights, out=self._average)
 
     def _reply(self, reply: Reply | ReplyAverage, values: torch.Tensor) -> None:
         message = self.bucket.make_down()
         message.write(reply)
         message.values_as(values.dtype).copy_(values)
-        self._messages.send(reply.worker, DOWN, message.memory, lambda: self.handle(Replied(worker=reply.worker)))
+        self._messages.send(reply.worker, DOWN, message.memory, lambda: self.obey(self.machine.replied(reply.worker)))

@@ -8,7 +8,7 @@ on memory that only the training thread has at that moment.
 from __future__ import annotations
 
 import threading
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from syncline.observe import Trace
 from syncline.runtime.port import Port
 from syncline.updates.messaging.mailbox import MessageStream
 from syncline.updates.overlapped.arithmetic import Feed, correction, own_inside
-from syncline.updates.overlapped.events import End, Hello, Keep, Push, Reply, ReplyAverage, Send
+from syncline.updates.overlapped.events import End, Hello, Keep, Reply, ReplyAverage, Send
 from syncline.updates.overlapped.messages import DOWN, UP, BucketLayout, Message
 from syncline.updates.overlapped.placement import ServerLayout
 from syncline.updates.overlapped.rebase import Collect
@@ -41,7 +41,7 @@ class WorkerLink:
     ) -> None:
         self.bucket = bucket
         self.server = server
-        self.machine = BucketWorker(window=layout.window, num_rounds=layout.period)
+        self.machine = BucketWorker(rank=port.rank, window=layout.window, num_rounds=layout.period)
         self.num_forgotten = 0
         """Pushes that died with a server."""
         self.dropped: tuple[int, ...] = (0,) * layout.world_size
@@ -130,7 +130,7 @@ class WorkerLink:
         message = self._end = self._end or self.bucket.make_up()
         message.values.copy_(parameters)
         period = self.machine.period
-        message.write(End(worker=self._port.rank, period=period, iteration=iteration, weight=weight, place=0))
+        message.write(End(worker=self._port.rank, period=period, iteration=iteration, weight=weight))
         with self._changed:
             self._has_ended = True
             self._sent_end = message
@@ -194,8 +194,8 @@ class WorkerLink:
 
     def _push(self, send: Send, messages: MessageStream) -> None:
         message = self._places[send.place]
-        message.write(Push(worker=self._port.rank, **asdict(send)))
-        self._port.call_soon(self._transmit, message, messages, send.round_number)
+        message.write(send.push)
+        self._port.call_soon(self._transmit, message, messages, send.push.round_number)
 
     # --- the loop's thread ---------------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class WorkerLink:
         self.listen()
         if self._start is not None:
             period, iteration = self._start_period, self.start_iteration
-            self._start.write(Hello(worker=self._port.rank, period=period, iteration=iteration, place=0))
+            self._start.write(Hello(worker=self._port.rank, period=period, iteration=iteration))
             self._messages.send(server, UP, self._start.memory)
         if end is not None:
             self._messages.send(server, UP, end.memory)

@@ -1,8 +1,7 @@
 """The server shard of one bucket, as a state machine: which gradients make a global one, and when a period ends.
 
-The rules are in the package's docstring. ``handle`` takes one event and returns what is to be done, in that order;
-nothing here waits, sends, or touches a gradient. Memory is bounded by what the driver lets in: a push is in exactly one
-place, and each place is released exactly once.
+The rules are in the package's docstring. Each method that tells the shard of something returns what is to be done, in
+that order; nothing here waits, sends, or touches a gradient.
 """
 
 from __future__ import annotations
@@ -17,16 +16,11 @@ from syncline.updates.overlapped.events import (
     End,
     Fold,
     Hello,
-    Lost,
     Push,
-    Release,
-    Replied,
     Reply,
     ReplyAverage,
-    ServerEvent,
     ServerInstruction,
-    Stop,
-    Waiting,
+    ServerMessage,
 )
 
 
@@ -98,28 +92,14 @@ class ServerShard:
     def __repr__(self) -> str:
         return f"<ServerShard period {self.period}: {self.closed} rounds closed, {len(self._held)} open>"
 
-    def handle(self, event: ServerEvent) -> list[ServerInstruction]:
-        """Take one event; return what is to be done, in this order."""
-        match event:
-            case Push() | End() if self._greetings is not None:
-                self._postponed.append(event)
-                return []
-            case Push():
-                instructions = self._push(event)
-            case End():
-                instructions = self._end(event)
-            case Stop():
-                instructions = self._stop(event)
-            case Waiting(worker=worker):
-                instructions = self._wait(worker)
-            case Replied(worker=worker):
-                self._accounts[worker].is_busy = False
-                instructions = self._reply(worker)
-            case Lost(worker=worker):
-                instructions = self._lose(worker)
-            case Hello():
-                instructions = self._greet(event)
-        return instructions
+    def hear(self, message: ServerMessage) -> list[ServerInstruction]:
+        """Take a worker's message."""
+        if isinstance(message, Hello):
+            return self._greet(message)
+        if self._greetings is not None:
+            self._postponed.append(message)
+            return []
+        return self._push(message) if isinstance(message, Push) else self._end(message)
 
     @property
     def alive(self) -> list[int]:
@@ -150,15 +130,14 @@ class ServerShard:
     def _push(self, push: Push) -> list[ServerInstruction]:
         account = self._accounts[push.worker]
         begun = self._go_on_to(push.period)
-        dropped: list[ServerInstruction] = [Release(worker=push.worker, place=push.place)]
         if push.period != self.period or not account.may_push(push.round_number):
             self.outdated[push.worker] += 1
-            return [*begun, *dropped]
+            return begun
         account.last_round = push.round_number
         account.is_waiting = False
         if push.round_number <= self.closed:
             self.late[push.worker] += 1
-            return dropped
+            return []
         self._held.setdefault(push.round_number, {})[push.worker] = push
         return [*begun, *self._advance()]
 
@@ -171,9 +150,9 @@ class ServerShard:
             present = self._held.get(round_number, {})
             needed = self._needed(present)
             if len(present) >= needed:
-                instructions += self._close(round_number)
+                instructions.append(self._close(round_number))
             elif len(present) + self._num_to_come(round_number, present) < needed:
-                instructions += self._abandon(round_number)
+                self._abandon(round_number)
             else:
                 break
         if self.closed > before:
@@ -191,7 +170,7 @@ class ServerShard:
         accounts = {worker: self._accounts[worker] for worker in self.alive if worker not in set(present)}
         return sum(account.may_push(round_number) and not account.is_waiting for account in accounts.values())
 
-    def _wait(self, worker: int) -> list[ServerInstruction]:
+    def wait(self, worker: int) -> list[ServerInstruction]:
         """Do not count on ``worker`` for a round while it waits: it may wait for whoever waits for that round.
 
         Where a global gradient needs all workers, none can be ahead in one bucket and behind in another as that takes.
@@ -201,7 +180,7 @@ class ServerShard:
         self._accounts[worker].is_waiting = True
         return self._advance()
 
-    def _close(self, round_number: int) -> list[ServerInstruction]:
+    def _close(self, round_number: int) -> Fold:
         present = self._held.pop(round_number)
         contributions = tuple(present[worker] for worker in sorted(present))
         self.closed = round_number
@@ -209,18 +188,18 @@ class ServerShard:
         self.num_rounds += 1
         for one in contributions:
             self._accounts[one.worker].accepted.append(round_number)
-        return [Fold(round_number=round_number, contributions=contributions), *self._release(contributions)]
+        return Fold(round_number=round_number, contributions=contributions)
 
-    def _abandon(self, round_number: int) -> list[ServerInstruction]:
+    def _abandon(self, round_number: int) -> None:
         present = self._held.pop(round_number, {})
         self.closed = round_number
         self.num_abandoned += 1
         self.unfinished.update(present.keys())
-        return self._release(present.values())
 
-    @staticmethod
-    def _release(contributions: Iterable[Push | End]) -> list[ServerInstruction]:
-        return [Release(worker=one.worker, place=one.place) for one in contributions]
+    def replied(self, worker: int) -> list[ServerInstruction]:
+        """Note that the reply to ``worker`` has left; another may follow."""
+        self._accounts[worker].is_busy = False
+        return self._reply(worker)
 
     def _reply(self, worker: int) -> list[ServerInstruction]:
         """Send ``worker`` what it has not been told, if the last reply has left."""
@@ -242,7 +221,7 @@ class ServerShard:
     def _end(self, end: End) -> list[ServerInstruction]:
         if end.period != self.period or end.worker in self._ends:
             self.outdated[end.worker] += 1
-            return [Release(worker=end.worker, place=end.place)]
+            return []
         account = self._accounts[end.worker]
         account.final_round = account.last_round
         self._ends[end.worker] = end
@@ -258,20 +237,19 @@ class ServerShard:
             reply = ReplyAverage(worker=worker, period=self.period, iteration=self._reached)
             self._accounts[worker].due.append(reply)
         average = Average(period=self.period, contributions=contributions)
-        instructions = [average, *self._release(contributions), *self._begin_period(self.period + 1)]
-        for worker in self.alive:
-            instructions += self._reply(worker)
-        return instructions
+        begun = self._begin_period(self.period + 1)
+        return [average, *begun, *(reply for worker in self.alive for reply in self._reply(worker))]
 
     def _lacking(self) -> tuple[int, ...]:
         """Return who lives and has not ended the period."""
         return tuple(worker for worker in self.alive if worker not in self._ends)
 
-    def _stop(self, stop: Stop) -> list[ServerInstruction]:
-        begun = self._go_on_to(stop.period)
-        if stop.period != self.period:
+    def stop(self, worker: int, *, period: int, last_round: int) -> list[ServerInstruction]:
+        """Note that ``worker`` has ended a period that is averaged elsewhere, and pushes for no round after that."""
+        begun = self._go_on_to(period)
+        if period != self.period:
             return begun
-        self._accounts[stop.worker].final_round = stop.last_round
+        self._accounts[worker].final_round = last_round
         return [*begun, *self._advance()]
 
     def _go_on_to(self, period: int) -> list[ServerInstruction]:
@@ -279,8 +257,7 @@ class ServerShard:
         return self._begin_period(period) if self._ends_elsewhere and period > self.period else []
 
     def _begin_period(self, period: int) -> list[ServerInstruction]:
-        leftover = [one for present in self._held.values() for one in present.values()]
-        self.unfinished.update(one.worker for one in leftover)
+        self.unfinished.update(worker for present in self._held.values() for worker in present)
         self._held.clear()
         self._ends.clear()
         self.period, self.closed, self.clock = period, 0, 0
@@ -289,11 +266,12 @@ class ServerShard:
             account.final_round = None
             account.is_waiting = False
             account.accepted.clear()
-        return [*self._release(leftover), Clear(period=period)]
+        return [Clear(period=period)]
 
     # --- losses --------------------------------------------------------------------------------------------------
 
-    def _lose(self, worker: int) -> list[ServerInstruction]:
+    def lose(self, worker: int) -> list[ServerInstruction]:
+        """Note that ``worker`` is dead, or has left; what arrived from it before still counts."""
         self._lost.add(worker)
         self._accounts[worker].due.clear()
         if self._greetings is not None:
@@ -305,7 +283,7 @@ class ServerShard:
         """Learn from the greetings of all workers which period this bucket is in."""
         if self._greetings is None or event.worker in self._greetings:
             self.outdated[event.worker] += 1
-            return [Release(worker=event.worker, place=event.place)]
+            return []
         self._greetings[event.worker] = event
         return self._learn_period()
 
@@ -322,8 +300,7 @@ class ServerShard:
         for worker in behind:
             reply = ReplyAverage(worker=worker, period=newest.period - 1, iteration=newest.iteration)
             self._accounts[worker].due.append(reply)
-        releases = [Release(worker=hello.worker, place=hello.place) for hello in greetings.values()]
-        return [*instructions, *releases, *self._succeed(newest.period)]
+        return instructions + self._succeed(newest.period)
 
     def _succeed(self, period: int) -> list[ServerInstruction]:
         """Take over the bucket in ``period``, with nothing known of its rounds, and take what had to wait."""
@@ -332,6 +309,6 @@ class ServerShard:
         for worker in self.alive:
             instructions += self._reply(worker)
         postponed, self._postponed = self._postponed, []
-        for event in postponed:
-            instructions += self.handle(event)
+        for message in postponed:
+            instructions += self.hear(message)
         return instructions

@@ -22,7 +22,6 @@ from syncline.runtime.failures import LOOK
 from syncline.runtime.port import Port
 from syncline.updates.messaging.driver import LOOK_S, STALL_GRACE_S, Driver
 from syncline.updates.overlapped.arithmetic import Feed
-from syncline.updates.overlapped.events import Waiting
 from syncline.updates.overlapped.hosted import HostedShard
 from syncline.updates.overlapped.link import WorkerLink
 from syncline.updates.overlapped.messages import (
@@ -328,7 +327,7 @@ class ServerClient(Driver):
                 peer, Answer(ranks=tuple(sorted({rank for shard in shards for rank in shard.machine.missing()})))
             )
             for shard in shards:
-                shard.handle(Waiting(worker=peer))
+                shard.obey(shard.machine.wait(peer))
         elif isinstance(note, Stopped):
             for bucket, last_round in note.last_rounds:
                 if bucket in self.hosted:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from syncline.updates.overlapped.events import Keep, Reply, Send, Use
+from syncline.updates.overlapped.events import Keep, Push, Reply, Send, Use
 
 
 class PeriodClock:
@@ -70,13 +70,14 @@ class _Run:
 class BucketWorker:
     """Decides for one bucket of one worker (see :mod:`syncline.updates.overlapped`)."""
 
-    def __init__(self, *, window: int, num_rounds: int, period: int = 0, holds_back: bool = True) -> None:
+    def __init__(self, *, rank: int, window: int, num_rounds: int, period: int = 0, holds_back: bool = True) -> None:
         """``window``: at most so many pushes are out. Places are numbered from 0 to ``num_places - 1``.
 
         ``num_rounds`` is K, the iterations of a period: a gradient that would be for a later round is not pushed. With
         ``holds_back`` neither is what would not come back before the period ends, by how long the last push took: it
         would only be in the way of the average, which has it all the same.
         """
+        self.rank = rank
         self._holds_back = holds_back
         self.window = window
         self.num_rounds = num_rounds
@@ -240,7 +241,7 @@ class BucketWorker:
         run.pushed_at = self._num_own
         self._out.append(run)
         weight = run.weight / run.num_iterations
-        send = Send(
-            place=run.place, period=self.period, round_number=run.round_number, iteration=iteration, weight=weight
+        push = Push(
+            worker=self.rank, period=self.period, round_number=run.round_number, iteration=iteration, weight=weight
         )
-        return [send]
+        return [Send(place=run.place, push=push)]
