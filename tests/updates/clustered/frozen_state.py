@@ -36,4 +36,15 @@ def _told(value: Division | Membership) -> object:
 
 _TOLD = {Division, Membership}
 _WITH_STATE = {Node, Member, Server, OuterRound, View}
-_NO_STATE = {"_agenda", "record_schedule", "_record_schedule", "_mean", "_view", "_member", "num_refused", "job"}
+_NO_STATE = {
+    "_agenda",
+    "record_schedule",
+    "_record_schedule",
+    "_mean",
+    "_view",
+    "_member",
+    "_post",
+    "_do",
+    "num_refused",
+    "job",
+}

@@ -138,7 +138,6 @@ class Node:
         server = self.servers.get(run.record.term)
         if server is not None and self.stopped is None:
             server.finish_outer_round(run, payload)
-            self._gather(server)
         return self._flush()
 
     def _bury(self, peer: int, error: Exception | None) -> None:
@@ -157,14 +156,13 @@ class Node:
         self._post(self.member.follow())
         for server in tuple(self.servers.values()):
             server.refresh()
-            self._gather(server)
 
     def _hear(self) -> None:
         """Hear what can be heard; each sender knows of more and more deaths, so its messages stay in order."""
         unheard, self._unheard = self._unheard, []
         for peer, message, dead in unheard:
             if dead <= self.view.dead:
-                self._post([(self.view.rank, message)], sender=peer)
+                self._mail.append((peer, message))
             else:
                 self._unheard.append((peer, message, dead))
 
@@ -173,26 +171,22 @@ class Node:
         self._mail.clear()
         self._instructions = [Stop(reason=reason, accused=accused)]
 
-    def _post(self, messages: Sequence[tuple[int, Message]], *, sender: int | None = None) -> None:
-        """Send messages to others; deliver those to this rank itself, in order."""
+    def _post(self, messages: Iterable[tuple[int, Message]]) -> None:
+        """Send messages to others, and hear those to this rank itself when what is under way is done."""
         if self.stopped is not None:
             return
         for receiver, message in messages:
             if receiver == self.view.rank:
-                self._mail.append((self.view.rank if sender is None else sender, message))
+                self._mail.append((receiver, message))
             elif receiver not in self.view.dead:
                 self._instructions.append(Send(peer=receiver, message=message, dead=frozenset(self.view.dead)))
-        while self._mail and self.stopped is None:
-            self._deliver(*self._mail.pop(0))
 
-    def _gather(self, server: Server) -> None:
-        """Carry out what a server said."""
-        self._instructions += server.instructions
-        outbox = server.outbox
-        server.instructions, server.outbox = [], []
-        self._post(outbox)
+    def _do(self, instruction: Instruction) -> None:
+        self._instructions.append(instruction)
 
     def _flush(self) -> list[Instruction]:
+        while self._mail and self.stopped is None:
+            self._deliver(*self._mail.pop(0))
         instructions, self._instructions = self._instructions, []
         return instructions
 
@@ -228,15 +222,15 @@ class Node:
             self._note_measurements(message.measurements)
             server.hear(message)
         self.num_refused += not is_welcome
-        if server is not None:
-            self._gather(server)
 
     def _server(self, term: int) -> Server | None:
         """Return this rank as the server of ``term``; None if it is not, or if that term is over or far away."""
         if not self.member.oldest_term <= term <= self.term + 1 or self.view.own_server(term) != self.view.rank:
             return None
         if term not in self.servers:
-            self.servers[term] = Server(self.view, self.record_schedule, self.member, self._mean, term=term)
+            self.servers[term] = Server(
+                self.view, self.record_schedule, self.member, self._mean, term=term, post=self._post, do=self._do
+            )
         return self.servers[term]
 
     def _take(self, peer: int, agreed: Agreed) -> None:
@@ -244,8 +238,6 @@ class Node:
         if self.view.cluster_of(peer, agreed.term) != self.view.own_cluster(agreed.term):
             server = self._server(agreed.term)
             self.num_refused += server is None or not server.fetch(agreed)
-            if server is not None:
-                self._gather(server)
             return
         if not self.member.take(agreed):
             self.num_refused += 1
@@ -259,7 +251,6 @@ class Node:
         self._post(self.member.follow())
         for server in tuple(self.servers.values()):  # a successor takes its seat once it holds the record itself
             server.advance()
-            self._gather(server)
 
     def _begin_term(self, term: int, agreed: Agreed) -> None:
         """Take note of the clusters of a term, and hear what was said in it by those who knew them before."""

@@ -18,7 +18,7 @@ after every live member joined it, and from then on none of them listens to its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 
 from syncline.updates.clustered.member import Member
@@ -157,7 +157,7 @@ class OuterRound:
 
 
 class Server:
-    """Decides for one rank as its cluster's server in ``term``; what it says is left in ``outbox``."""
+    """Decides for one rank as its cluster's server in ``term``; says so with ``post``, and has it done with ``do``."""
 
     def __init__(
         self,
@@ -167,11 +167,13 @@ class Server:
         mean: Mean,
         *,
         term: int,
+        post: Callable[[Iterable[tuple[int, Message]]], None],
+        do: Callable[[Run | Abandon], None],
     ) -> None:
         self.term = term
         self.state = ServerState.OPENING
-        self.outbox: list[tuple[int, Message]] = []
-        self.instructions: list[Run | Abandon] = []
+        self._post = post
+        self._do = do
         self._view = view
         self._record_schedule = record_schedule
         self._member = member
@@ -260,13 +262,13 @@ class Server:
             holder = next(rank for rank in live if self._positions[rank] >= newest)
             if self._supplied != (newest, holder):
                 self._supplied = (newest, holder)
-                self.outbox.append((holder, Supply(term=self.term, index=newest)))
+                self._post([(holder, Supply(term=self.term, index=newest))])
             return False
         held = self._member.held(newest)
         for rank in live:
             if self._positions[rank] < newest and held is not None:
                 self._positions[rank] = newest
-                self.outbox.append((rank, held))
+                self._post([(rank, held)])
         return True
 
     def _collect(self, live: tuple[int, ...], record: Record) -> None:
@@ -292,7 +294,7 @@ class Server:
             }
         for rank in self._view.live_members(self.term):
             self._positions[rank] = agreed.index
-            self.outbox.append((rank, agreed))
+            self._post([(rank, agreed)])
         self.advance()
 
     def _revive_outer_round(self, newest: int) -> None:
@@ -321,8 +323,9 @@ class Server:
 
     def _convene(self, outer_round: OuterRound) -> None:
         abandoned, messages = outer_round.refresh()
-        self.instructions += abandoned
-        self.outbox += messages
+        for abandon in abandoned:
+            self._do(abandon)
+        self._post(messages)
         self._decide(outer_round)
 
     def _decide(self, outer_round: OuterRound) -> None:
@@ -332,8 +335,8 @@ class Server:
                 # No cluster is left, or none has anything, to exchange: nothing changes.
                 self.finish_outer_round(run, None)
             else:
-                self.instructions.append(run)
+                self._do(run)
         held = self._member.held(outer_round.record.index)
-        self.outbox += [(server, held) for server in receivers if held is not None]
+        self._post((server, held) for server in receivers if held is not None)
         if not outer_round.has_result:
             self.state = outer_round.state
