@@ -17,7 +17,6 @@ from syncline.errors import DeadlineError, PeerLostError, UpdateError
 from syncline.runtime.work import Work
 from syncline.schedule import Collective
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
-from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.combinations import (
     COMPRESSED,
     ELASTIC_WITH_HELPERS,
@@ -29,11 +28,11 @@ from syncline.updates.combinations import (
 from syncline.updates.compression import Compress, compress
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting
-from syncline.updates.whole import WholeUpdater
+from syncline.updates.whole import WholeRule, WholeUpdater
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllReduce:
+class AllReduce(WholeRule):
     """Every rank steps the whole model with the user's own optimizer, from the mean gradient.
 
     When ``backward()`` has returned, each ``p.grad`` is the weighted mean over all ranks, in the parameter's shape,
@@ -66,11 +65,6 @@ class AllReduce:
 
     def __post_init__(self) -> None:
         check_fields(self)
-
-    @property
-    def schedule_options(self) -> BucketScheduleOptions:
-        """Buckets move by all-reduce, whole on every rank."""
-        return BucketScheduleOptions(is_divided=False)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Every optimizer is served, also those that want a closure or sparse gradients."""

@@ -10,8 +10,25 @@ from collections.abc import Iterable
 
 import torch
 
+from syncline.updates.bucket_schedule import BucketScheduleOptions
+from syncline.updates.inner import check_is_served
 from syncline.updates.rule import Updater
 from syncline.updates.state import StateEntry, StateSource, load_parameter_state, parameter_entries
+
+
+class WholeRule:
+    """What rules have in common whose buckets are not divided, and whose ranks step the user's optimizer as it is."""
+
+    __slots__ = ()
+
+    @property
+    def schedule_options(self) -> BucketScheduleOptions:
+        """Buckets move whole, if a collective moves them; else this is the cheapest to plan."""
+        return BucketScheduleOptions(is_divided=False)
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise :class:`UpdateError` if the optimizer wants a closure."""
+        check_is_served(optimizer)
 
 
 class WholeUpdater(Updater):

@@ -15,7 +15,6 @@ from syncline.errors import ConfigurationError
 from syncline.machines.clustering import Inventory
 from syncline.machines.measurement import read_machine
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
-from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.clustered.contribution import Contributions
 from syncline.updates.clustered.driver import ClusterDriver, mean_of
 from syncline.updates.clustered.grouping import ClusterChoice, Pace, Regrouping, agree_on_clusters, measure_hosts
@@ -26,14 +25,13 @@ from syncline.updates.clustered.record_schedule import Kind, RecordSchedule
 from syncline.updates.clustered.statistics import ClusteredStatistics
 from syncline.updates.combinations import OF_INDEPENDENT_RANKS, WHOLE_STATE, Combination
 from syncline.updates.flat import Vector, VectorShape
-from syncline.updates.inner import check_is_served
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting
-from syncline.updates.whole import WholeUpdater
+from syncline.updates.whole import WholeRule, WholeUpdater
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clustered:
+class Clustered(WholeRule):
     """Average gradients inside clusters of like machines each batch, and between clusters once a period.
 
     `docs/mechanisms.md`, Clusters.
@@ -161,15 +159,6 @@ class Clustered:
             has_outer_rounds=has_others,
             averages=has_others and self.will_average,
         )
-
-    @property
-    def schedule_options(self) -> BucketScheduleOptions:
-        """No collective moves the buckets; this is the cheapest to plan."""
-        return BucketScheduleOptions(is_divided=False)
-
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise :class:`UpdateError` if the optimizer wants a closure."""
-        check_is_served(optimizer)
 
     def start(self, setting: Setting) -> ClusteredUpdater:
         """Agree on the clusters, and begin to work on a model."""

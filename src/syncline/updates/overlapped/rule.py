@@ -11,9 +11,7 @@ import torch
 from syncline.arguments import Count, Whole, check_fields
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.updates.bucket import Bucket
-from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.combinations import OF_INDEPENDENT_RANKS, WHOLE_STATE, Combination
-from syncline.updates.inner import check_is_served
 from syncline.updates.overlapped.arithmetic import Feed
 from syncline.updates.overlapped.messages import BucketLayout
 from syncline.updates.overlapped.placement import DEDICATED, ServerLayout, place_shards, server_ranks
@@ -23,7 +21,7 @@ from syncline.updates.overlapped.statistics import OverlappedStatistics
 from syncline.updates.overlapped.tree_end import TreeMean
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import NonfiniteOrigin, Setting
-from syncline.updates.whole import WholeUpdater
+from syncline.updates.whole import WholeRule, WholeUpdater
 
 Kind = Literal["swap", "rebase"]
 FRESH = 8
@@ -35,7 +33,7 @@ then wait for workers far away, whose runs are long (decision 0005)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overlapped:
+class Overlapped(WholeRule):
     """Step on the own gradient at once; fold in the global gradient of M workers when it comes.
 
     `docs/mechanisms.md`, Overlapped update.
@@ -113,15 +111,6 @@ class Overlapped:
             raise ConfigurationError(f"Overlapped.literal: rule must be left out, not {literal.rule!r}")
         object.__setattr__(literal, "is_literal", True)
         return literal
-
-    @property
-    def schedule_options(self) -> BucketScheduleOptions:
-        """No collective moves the buckets; this is the cheapest to plan."""
-        return BucketScheduleOptions(is_divided=False)
-
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise :class:`UpdateError` if the optimizer wants a closure."""
-        check_is_served(optimizer)
 
     def start(self, setting: Setting) -> OverlappedUpdater:
         """Begin to work on a model, and to serve the buckets whose servers are here."""

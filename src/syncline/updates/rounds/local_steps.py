@@ -35,17 +35,16 @@ from syncline.updates.bucket_schedule import BucketScheduleOptions, plan_bucket_
 from syncline.updates.combinations import COMPRESSED, OF_LOCAL_STEPS, Combination
 from syncline.updates.compression import Compress, compress
 from syncline.updates.control import ControlStream
-from syncline.updates.inner import check_is_served
 from syncline.updates.report import LocalReports, PendingReport, StepReports
 from syncline.updates.rounds.moves import Move, Round
 from syncline.updates.rounds.outer import VELOCITY, Nesterov, OuterStep
 from syncline.updates.rule import Setting
 from syncline.updates.state import StateEntry, StateSource, key_of_rank, parameter_entries, state_of_rank
-from syncline.updates.whole import WholeUpdater
+from syncline.updates.whole import WholeRule, WholeUpdater
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalSteps:
+class LocalSteps(WholeRule):
     """Each rank makes ``period`` steps by itself, then what all have changed is averaged: for links that are slow.
 
     A link between sites carries the parameters once in each direction in a period, in place of the gradients in every
@@ -93,15 +92,6 @@ class LocalSteps:
 
     def __post_init__(self) -> None:
         check_fields(self)
-
-    @property
-    def schedule_options(self) -> BucketScheduleOptions:
-        """Moves of a bucket go by all-reduce, whole to every rank."""
-        return BucketScheduleOptions(is_divided=False)
-
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise :class:`UpdateError` if the optimizer wants a closure."""
-        check_is_served(optimizer)
 
     def start(self, setting: Setting) -> LocalStepsUpdater:
         """Begin to work on a model; every rank calls it, on the training thread."""
