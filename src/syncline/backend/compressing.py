@@ -36,7 +36,7 @@ class GroupCodec:
         self._state = state
 
     def __repr__(self) -> str:
-        return f"<GroupCodec of rank {self._state.communicator.rank}: {self._reductions}>"
+        return f"<GroupCodec of rank {self._state.communicator.rank}: {'off' if self._reductions is None else 'on'}>"
 
     def state_dict(self) -> dict[str, bytes]:
         """Return what codes lack, between two steps; waits for sums that are under way."""
