@@ -20,6 +20,7 @@ import os
 import queue
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -51,14 +52,15 @@ NETWORKS = {
     "a switch": "{topology: four, switch: s, children: [{host: 'h[0-3]', uplink: RATE}]}",
 }
 SLOWER = "1 Gbit/s", "100 Mbit/s"
-RATES = (SLOWER, ("1 Gbit/s", "400 Mbit/s"), ("2 Gbit/s", "2 Gbit/s"), ("10 Gbit/s", "10 Gbit/s"))
+RATES = (SLOWER, SLOWER, ("1 Gbit/s", "400 Mbit/s"), ("10 Gbit/s", "10 Gbit/s"))
 """Of hosts, and of racks; a plan matters where the latter are far slower."""
 WORK = {"computes": (256, 256), "talks": (512, 64)}
 """The model's width, and the batch. What talks has steps that are mostly messages; it is drawn where faults are not."""
 SYNCHRONOUS = ("AllReduce", "Sharded", "Sharded, overlap_forward")
 """Rules under which a slow rank holds the others up in each step; the others hide it."""
 NAMED = re.compile(
-    r"syncline: (?:no step was finished.*?: )?(the links? of .*?|rank \d+) .*?(?:holds? the|has told nothing|is behind)"
+    r"syncline: (?:no step was finished.*?: )?"
+    r"(?P<name>the links? of .+?(?= holds? the)|rank \d+(?= .*?(?:holds the|has told nothing|is behind)))"
 )
 """A line that accuses; of nobody does one that says who holds nobody up any more."""
 WELL_S = 16.0
@@ -85,6 +87,8 @@ class Kind:
         where, job = options.where or where, options.job or job
         rule = draw.choice((*SYNCHRONOUS, "LocalSteps", "Overlapped") if options.healthy else SYNCHRONOUS)
         network, rates, work = draw.choice(list(NETWORKS)), draw.choice(RATES), draw.choice(list(WORK))
+        if options.faults == ["plan"]:
+            network, rates = "two racks of two", SLOWER
         is_in_lab = where == "lab"
         return cls(
             where=where,
@@ -206,7 +210,8 @@ def hide(job: Job, kind: Kind, draw: random.Random, folder: Path, options: argpa
     with observed(job, row), broken(fault, target):
         line = job.named(options.patience)
     found = NAMED.search(line)
-    row["right"] = not line if fault == "nothing" else found is not None and target.is_named(fault, found[1])
+    row["named"] = found["name"] if found else ""
+    row["right"] = not line if fault == "nothing" else found is not None and target.is_named(fault, found["name"])
     row["reason"] = row["right"] and (fault == "nothing" or re.search(REASONS[fault], line) is not None)
     return row | {"line": line, "said": [one for one in job.last_lines if "syncline:" in one]}
 
@@ -251,6 +256,10 @@ def summarize(rows: list[dict[str, Any]]) -> None:
         print(f"{fault}: {right} of {number} right; {when}", file=sys.stderr)
 
 
+def _stop(*_: object) -> None:
+    sys.exit("stopped")
+
+
 def main() -> None:
     """Make trials, append each to the record as it comes, and say at the end how often the lookout was right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -265,6 +274,7 @@ def main() -> None:
     parser.add_argument("--faults", nargs="*", help="draw among these alone")
     parser.add_argument("--to", type=Path, required=True)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, _stop)  # the ranks and the lab are not to be left
     rows = [json.loads(line) for line in options.to.read_text().splitlines()] if options.to.exists() else []
     done = {row["trial"] for row in rows if row["seed"] == options.seed}
     with options.to.open("a") as file:

@@ -40,7 +40,7 @@ REASONS = {
     "stopped": r"process is stopped|nor do heartbeats come",
     "slow link": r"messages were under way",
     "loss": r"is lost",
-    "plan": r"messages were under way|is used",
+    "plan": r"messages were under way|is used|is lost",
 }
 """What a line says of each."""
 
@@ -56,11 +56,11 @@ class Target:
     link: DirectedLink | None = None
 
     def is_named(self, fault: str, named: str) -> bool:
-        """Whether what a line names is it; of links that all carry the same, a line may name two."""
+        """Whether what a line names is it; of the links of one path, which may carry the same, it may name three."""
         if fault not in OF_LINKS:
             return named == f"rank {self.rank}"
         links = re.sub(r"^the links? of |^rank .*", "", named).split(" and ")
-        return bool(links[0]) if fault == "plan" else len(links) <= 2 and str(self.link).split()[0] in links
+        return bool(links[0]) if fault == "plan" else len(links) <= 3 and str(self.link).split()[0] in links
 
 
 def possible_faults(*, is_in_lab: bool) -> list[str]:
