@@ -213,7 +213,7 @@ def hide(job: Job, kind: Kind, draw: random.Random, folder: Path, options: argpa
     row["named"] = found["name"] if found else ""
     row["right"] = not line if fault == "nothing" else found is not None and target.is_named(fault, found["name"])
     row["reason"] = row["right"] and (fault == "nothing" or re.search(REASONS[fault], line) is not None)
-    return row | {"line": line, "said": [one for one in job.last_lines if "syncline:" in one]}
+    return row | {"line": line}
 
 
 def let_be(job: Job, seconds: float) -> dict[str, Any]:
