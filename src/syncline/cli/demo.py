@@ -32,7 +32,7 @@ MAX_WIDTH = 100
 COMPARED = {Update.SHARDED: "Syncline Sharded", Update.ALLREDUCE: "Syncline AllReduce"}
 """Rules that take DDP's steps, so that steps per second tell all."""
 COMPARED_STEPS = 4
-COMPARED_PACE = Pace(num_rounds=MIN_ROUNDS, num_warm_ups=1)
+COMPARED_PACE = Pace(num_rounds=MIN_ROUNDS, num_warm_ups=0)
 
 HOW = {
     Update.SHARDED: "updates its own shard of the parameters, and gets the rest from the others while it goes on",

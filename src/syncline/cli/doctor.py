@@ -187,7 +187,9 @@ def check_gpu() -> Finding:
     if memory_bytes is None:
         return judge("GPU", True, "none", "")
     what = f"{memory_bytes / (1 << 30):.0f} GiB; Syncline's code for tensors on it has never been run on a GPU"
-    return judge("GPU", False, what, "compare the first results with those of another backend")
+    return judge(
+        "GPU", False, what, "compare the first results with those of another backend; in a clone, make test-gpu does"
+    )
 
 
 def check_lab_tools() -> Finding:
