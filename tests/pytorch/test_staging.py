@@ -13,6 +13,7 @@ import pytest
 import torch
 from oracle_models import CASES, copies, loss_of, train_alone
 
+from syncline.errors import UpdateError
 from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
@@ -124,3 +125,21 @@ def test_backward_waits_for_no_copy_and_nothing_is_sent_before_its_own(device: T
     for first, second in zip(*(model.parameters() for model in models), strict=True):
         assert first.isfinite().all()
         assert torch.equal(first, second)
+
+
+def test_a_model_that_a_cuda_graph_replays_is_refused_before_its_parameters_move(run_fleets: Any) -> None:
+    def make_graphed_callables(module: torch.nn.Module) -> None:  # as torch.cuda's, of which the name shows
+        def forward(inputs: torch.Tensor) -> torch.Tensor:
+            return inputs
+
+        module.forward = forward
+
+    def body(fleet: Fleet) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        make_graphed_callables(model[0])
+        where = model[0].weight.data_ptr()
+        with pytest.raises(UpdateError, match=r"Module '0' went through .* call distribute\(\) first"):
+            distribute(model, adam(model), Sharded(), fleet=fleet)
+        assert model[0].weight.data_ptr() == where
+
+    run_fleets(2, body)

@@ -244,7 +244,20 @@ def _checked_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, rule
     check_parameters(named)
     check_untrained(model, named)
     check_storages(model, named)
+    _check_graphs(model)
     return named
+
+
+def _check_graphs(model: nn.Module) -> None:
+    """Refuse a module of which a CUDA graph is replayed: that reads its parameters where they are moved away from."""
+    for name, module in model.named_modules():
+        forward = vars(module).get("forward")
+        if "make_graphed_callables" in getattr(forward, "__qualname__", ""):
+            raise UpdateError(
+                f"{f'Module {name!r}' if name else 'The model'} went through torch.cuda.make_graphed_callables(), and "
+                "distribute() would move its parameters away from where a replay reads them; call distribute() first, "
+                "and then give make_graphed_callables() the model's parts"
+            )
 
 
 def _tensors(buckets: tuple[Bucket, ...]) -> list[nn.Parameter]:

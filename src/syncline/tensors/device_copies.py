@@ -248,8 +248,8 @@ def refuse_capture(what: str) -> None:
     if torch.cuda.is_current_stream_capturing():
         raise ConfigurationError(
             f"{what} cannot be captured in a CUDA graph: it goes through the host's memory, and a replay would move "
-            "nothing; capture forward and backward alone (torch.cuda.make_graphed_callables), and call it between two "
-            "replays"
+            "nothing; capture parts of the model alone (torch.cuda.make_graphed_callables, after distribute()), and "
+            "call it between two replays"
         )
 
 
