@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rich import box
 from rich.table import Table
 
+from syncline.bench.task import check_known
 from syncline.errors import ConfigurationError
+from syncline.report.terminal import new_table
 from syncline.topology import Topology
 from syncline.units import format_size
 
@@ -86,8 +87,7 @@ GROUPS = tuple(dict.fromkeys(method.group or method.name for method in METHODS))
 
 def choose_methods(names: Sequence[str]) -> tuple[Method, ...]:
     """Return the methods of these groups (default: all), with those that the others are measured by."""
-    if unknown := [name for name in names if name not in GROUPS]:
-        raise ConfigurationError(f"--method must be of {', '.join(GROUPS)}, got {', '.join(unknown)}")
+    check_known("--method", names, GROUPS)
     wanted = {*(names or GROUPS), REFERENCE}
     return tuple(method for method in METHODS if (method.group or method.name) in wanted)
 
@@ -99,8 +99,7 @@ def first_of_groups(methods: Sequence[Method]) -> tuple[Method, ...]:
 
 def choose_tasks(names: Sequence[str]) -> tuple[str, ...]:
     """Return the tasks of these names; all by default."""
-    if unknown := [name for name in names if name not in TASKS]:
-        raise ConfigurationError(f"--task must be of {', '.join(TASKS)}, got {', '.join(unknown)}")
+    check_known("--task", names, TASKS)
     return tuple(task for task in TASKS if task in (names or TASKS))
 
 
@@ -261,10 +260,8 @@ def convergence_tables(rows: Sequence[ConvergenceRow]) -> list[Table]:
     for task, network in dict.fromkeys((row.task, row.network) for row in shown):
         here = [row for row in shown if (row.task, row.network) == (task, network)]
         reference_s = next(row.mean_s for row in here if row.method == REFERENCE)
-        table = Table(title=f"{task} on {network}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("method", no_wrap=True)
-        for heading in ("step (s)", "steps", "to the loss (s)", "+-", f"x {REFERENCE}", "busiest link, a step"):
-            table.add_column(heading, justify="right", no_wrap=True)
+        headings = ("step (s)", "steps", "to the loss (s)", "+-", f"x {REFERENCE}", "busiest link, a step")
+        table = new_table("method", *headings, title=f"{task} on {network}", no_wrap=True)
         least_s = min(row.mean_s for row in here if not row.is_stale)
         for row in here:
             is_first = row.mean_s == least_s and not row.is_stale

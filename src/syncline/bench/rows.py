@@ -10,10 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from syncline.bench.task import Order
+from syncline.report.terminal import new_table
 from syncline.units import format_size
 
 COMPUTE_ALONE = "compute alone"
@@ -135,9 +135,7 @@ def bench_table(group: Group) -> Table:
     """Lay out a group; times are seconds of the slowest rank. A column that says nothing of any row is left out."""
     columns = {heading: [cell(group, row) for row in group.rows] for heading, cell in _COLUMNS.items()}
     told = {heading: cells for heading, cells in columns.items() if set(cells) != {MISSING}}
-    table = Table(title=f"{group.title} (s)", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in told:
-        table.add_column(heading, justify="left" if heading == "method" else "right")
+    table = new_table(*told, title=f"{group.title} (s)")
     for row, cells in zip(group.rows, zip(*told.values(), strict=True), strict=True):
         table.add_row(*cells, style="green" if row is group.reference else "")
     return table

@@ -136,8 +136,11 @@ def choose_peers(experiment: Experiment, asked: Iterable[str]) -> tuple[str, ...
         return known
     if names == (NO_PEERS,):
         return ()
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigurationError(
-            f"--peers must be of {', '.join(known)} for {experiment}, or {NO_PEERS} alone, got {', '.join(unknown)}"
-        )
+    check_known("--peers", names, known, f" for {experiment}, or {NO_PEERS} alone")
     return names
+
+
+def check_known(option: str, names: Iterable[str], known: Iterable[str], more: str = "") -> None:
+    """Raise :class:`ConfigurationError` if an option names what is not known; ``more`` is said of what it may name."""
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigurationError(f"{option} must be of {', '.join(known)}{more}, got {', '.join(unknown)}")

@@ -38,6 +38,7 @@ from syncline.bench.task import (
     Order,
     Pace,
     Task,
+    check_known,
     choose_peers,
 )
 from syncline.cli.commands import new_app, spread
@@ -288,8 +289,7 @@ def _load(names: list[str]) -> list[Topology]:
 
 
 def _check_collectives(names: list[str] | tuple[str, ...]) -> tuple[CollectiveName, ...]:
-    if unknown := [name for name in names if name not in COLLECTIVES]:
-        raise ConfigurationError(f"--collective must be of {', '.join(COLLECTIVES)}, got {', '.join(unknown)}")
+    check_known("--collective", names, COLLECTIVES)
     return tuple(name for name in COLLECTIVES if name in names) or COLLECTIVES[:1]
 
 
@@ -297,8 +297,7 @@ def _check_planners(names: list[str] | tuple[str, ...]) -> tuple[str, ...]:
     from syncline.schedule import PLANNERS, Collective  # loads numpy
 
     known = [planner.name for planner in PLANNERS.values() if Collective.ALL_REDUCE in planner.collectives]
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigurationError(f"--planners must be of {', '.join(known)}, got {', '.join(unknown)}")
+    check_known("--planners", names, known)
     return tuple(dict.fromkeys(names))
 
 

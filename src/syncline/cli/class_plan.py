@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from syncline.priorities.forward_timing import (
     ForwardPrediction,
@@ -18,6 +16,7 @@ from syncline.priorities.forward_timing import (
     search_classes,
 )
 from syncline.priorities.settings import Priorities
+from syncline.report.terminal import new_table
 from syncline.runtime.plans import Plans
 from syncline.schedule import Collective, predict
 from syncline.topology import Topology
@@ -72,10 +71,7 @@ def plan_classes(
 
 def show_classes(plan: ClassPlan, console: Console) -> None:
     """Print the layers, and the forward pass under each division."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("bucket, by its first parameter")
-    for heading in ("bytes", "forward", "class", "arrives"):
-        table.add_column(heading, justify="right")
+    table = new_table("bucket, by its first parameter", "bytes", "forward", "class", "arrives")
     rows = zip(
         plan.names,
         plan.profile.num_bytes,

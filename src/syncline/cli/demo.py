@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -23,6 +22,7 @@ from syncline.cli.commands import new_app
 from syncline.cli.launcher.launch import Request, launch
 from syncline.demo import CHECKPOINT, DEFAULT_STEPS, NUM_SEQUENCES, Update
 from syncline.errors import CheckpointError, ConfigurationError, LabError
+from syncline.report.terminal import new_table
 from syncline.topology import Topology
 from syncline.units import format_size
 
@@ -189,14 +189,8 @@ def comparison_table(rows: Sequence[Row], method: str) -> Table:
     """Lay out the steps per second of each method, and what each put on its busiest link in a step."""
     figures = {row.method: row for row in rows}
     ratio = figures["DDP"].median_s / figures[method].median_s
-    table = Table(
-        title=f"Training steps in the lab; Syncline makes {ratio:.2f} times as many as DDP",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    for heading in ("", "steps per second", "seconds a step", "busiest link, a step"):
-        table.add_column(heading, justify="right" if heading else "left")
+    title = f"Training steps in the lab; Syncline makes {ratio:.2f} times as many as DDP"
+    table = new_table("", "steps per second", "seconds a step", "busiest link, a step", title=title)
     for name in (method, "DDP", COMPUTE_ALONE):
         row = figures[name]
         busiest = next(iter(row.link_bytes.items()), None) if name != COMPUTE_ALONE else None

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from syncline.cli.asking import SecretFile, ask
 from syncline.cli.commands import new_app
@@ -22,6 +20,7 @@ from syncline.report.examination import Examination, RankAnswer, read_examinatio
 from syncline.report.explanation import MEANING, Explanation, explain
 from syncline.report.job_trace import read_job_trace
 from syncline.report.page import write_report
+from syncline.report.terminal import new_table
 from syncline.runtime.whereabouts import process_namespace, process_state
 from syncline.units import format_duration
 
@@ -82,10 +81,7 @@ def _show_steps(explanation: Explanation, console: Console) -> None:
         console.print(f"- {sentence}", markup=False)
     if not explanation.steps:
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("critical path of a step")
-    for heading in ("mean", "part"):
-        table.add_column(heading, justify="right")
+    table = new_table("critical path of a step", "mean", "part")
     for kind, meaning in MEANING.items():
         if seconds := explanation.parts_s.get(kind, 0.0):
             table.add_row(meaning, format_duration(seconds), f"{seconds / explanation.step_s:.0%}")
@@ -103,9 +99,9 @@ def _describe_absent(one: Mapping[str, Any]) -> str:
 
 
 def _show_ranks(examination: Examination, console: Console) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("rank", "step", "where", "open calls"):
-        table.add_column(heading, justify="right" if heading == "step" else "left")
+    table = new_table("rank", "step")
+    for heading in ("where", "open calls"):
+        table.add_column(heading)
     for one in examination.ranks:
         calls = [f"{call['what']}, {call['seconds']:.1f} s" for call in one.calls if not call["is_over"]]
         more = f" and {len(calls) - 1} more" if len(calls) > 1 else ""

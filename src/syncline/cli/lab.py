@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -18,6 +17,7 @@ from syncline.lab import operations
 from syncline.lab.lab import LabSettings
 from syncline.lab.operations import LabStatus
 from syncline.lab.queues import QUEUE_KINDS
+from syncline.report.terminal import new_table
 from syncline.topology import DirectedLink
 from syncline.units import format_rate, format_size
 from syncline.variables import process_variables
@@ -129,17 +129,9 @@ def status_table(lab: LabStatus) -> Table:
     """Lay out a lab's links, a row each, with what they carry now and what they have carried."""
     owner = "abandoned: syncline lab clean" if lab.is_abandoned else f"owner {lab.owner_pid or 'none'}"
     classes = ", priorities" if lab.has_priorities else ""
-    table = Table(
-        title=f"lab {lab.lab_id}: {lab.topology.name} ({owner}{classes})",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=0,
-    )
-    for heading in ("link above", "address"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("rate", "up now", "down now", "up", "down"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("link above", "address", "rate", "up now", "down now", "up", "down")
+    title = f"lab {lab.lab_id}: {lab.topology.name} ({owner}{classes})"
+    table = new_table(*headings, num_texts=2, title=title, no_wrap=True, padding=0)
     links = {status.link: status for status in lab.links}
     for name in dict.fromkeys(link.child for link in links):
         up, down = links[DirectedLink(name, "up")], links[DirectedLink(name, "down")]

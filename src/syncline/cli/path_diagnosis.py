@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from syncline.endpoints import PROBE_PORT, format_endpoint, parse_endpoint
 from syncline.fabric.path_marks import PathMark, open_mark_socket, probe_path, respond
 from syncline.fabric.sockets import CONTROL_DSCP
 from syncline.priorities.settings import Priorities
 from syncline.pytorch.secret import read_secret, read_secret_file
+from syncline.report.terminal import new_table
 from syncline.variables import process_variables
 
 
@@ -98,9 +97,9 @@ def _open_everywhere(port: int) -> socket.socket:
 
 
 def _print_table(found: Sequence[PathMark], names: dict[int, str], host: str, port: int) -> None:
-    table = Table(title=f"DSCP marks to {format_endpoint(host, port)}", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("what", "sent", "arrived there", "came back", ""):
-        table.add_column(heading, justify="left" if heading in ("what", "") else "right")
+    title = f"DSCP marks to {format_endpoint(host, port)}"
+    table = new_table("what", "sent", "arrived there", "came back", title=title, pad_edge=True)
+    table.add_column("")
     for one in found:
         verdict = "[green]kept[/]" if one.survived else "[yellow]changed[/]"
         if one.arrived is None and one.returned is None:

@@ -10,7 +10,6 @@ from enum import StrEnum
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -29,6 +28,7 @@ from syncline.cli.step_plan import (
 from syncline.errors import ConfigurationError
 from syncline.observe import tell_if_long
 from syncline.report import format_rates, network_links
+from syncline.report.terminal import new_table
 from syncline.schedule import Collective
 from syncline.topology import DirectedLink, Direction, Link, Topology
 from syncline.units import format_duration, format_size, parse_size
@@ -183,10 +183,8 @@ def planner_table(comparison: Comparison) -> Table:
     """Lay out one row for each planner, the winner marked."""
     is_crowded = any(result.prediction.num_full_links > 1 for result in comparison.results)
     caption = "+n: so many other links are nearly as busy, and each delays the others" if is_crowded else None
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, padding=(0, 1, 0, 0))
-    table.add_column("planner")
-    for heading in ("predicted", "x bound", "steps", "messages"):
-        table.add_column(heading, justify="right")
+    headings = ("planner", "predicted", "x bound", "steps", "messages")
+    table = new_table(*headings, caption=caption, padding=(0, 1, 0, 0))
     table.add_column("busiest link")
     for result in comparison.results:
         is_winner = result is comparison.winner
@@ -215,11 +213,7 @@ def link_bytes_table(comparison: Comparison) -> Table:
     links = _that_fit(all_links)
     left_out = len(all_links) - len(links)
     caption = f"... and {left_out} more links: --json has them all" if left_out > 0 else None
-    table = Table(
-        title="MiB on each link, up / down", title_justify="left", caption=caption, box=box.SIMPLE_HEAD, pad_edge=False
-    )
-    table.add_column("link above")
-    table.add_column("rate", justify="right")
+    table = new_table("link above", "rate", title="MiB on each link, up / down", caption=caption)
     for result in comparison.results:
         table.add_column(result.planner, justify="right", style="bold green" if result is comparison.winner else "")
     for name, link, depth in links:

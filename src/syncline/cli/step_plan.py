@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from itertools import count, groupby
 from typing import Any, Literal
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from syncline.errors import ConfigurationError
+from syncline.report.terminal import new_table
 from syncline.schedule import Prediction, StepPrediction, sharded_step_bound
 from syncline.schedule.cost import predicted_slice_bytes
 from syncline.schedule.replicas import Replicas, Replicate, find_replicas, levels_of
@@ -214,10 +214,8 @@ def show_step(plan: StepPlan, console: Console) -> None:
 
 def candidate_table(plan: StepPlan) -> Table:
     """Lay out one row for each candidate, the winner first."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("planner", no_wrap=True)
-    for heading in ("RS", "AG", "both", "x bound", "messages", "most owned"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("planner", "RS", "AG", "both", "x bound", "messages", "most owned")
+    table = new_table(*headings, no_wrap=True, padding=(0, 1, 0, 0))
     for result in plan.results:
         prediction, is_winner = result.prediction, result is plan.results[0]
         halves = (prediction.reduce_scatter.time_s, prediction.all_gather.time_s, prediction.time_s)
@@ -235,9 +233,8 @@ def candidate_table(plan: StepPlan) -> Table:
 def cap_table(plan: StepPlan) -> Table:
     """Lay out what each cap costs, beside the default and no cap."""
     caption = f"a cap is in equal shares; balanced portions keep to {BALANCED:g} where that costs up to 10 %"
-    table = Table(title="What caps cost", title_justify="left", caption=caption, box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("portions", "both", "longer by", "most owned"):
-        table.add_column(heading, justify="left" if heading == "portions" else "right")
+    headings = ("portions", "both", "longer by", "most owned")
+    table = new_table(*headings, title="What caps cost", caption=caption)
     least_s = min(result.time_s for result in plan.caps)
     for result in plan.caps:
         name = "fastest" if result.cap is None else f"{result.cap:g}"
@@ -260,12 +257,8 @@ def share_table(plan: StepPlan) -> Table:
     groups = [(*parts, [row[2] for row in group]) for parts, group in groupby(rows, key=lambda row: row[:2])]
     left_out = len(groups) - MAX_ROWS
     caption = f"... and {left_out} more rows: --json has all ranks" if left_out > 0 else None
-    table = Table(title="Who owns what", title_justify="left", caption=caption, box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("hosts")
-    table.add_column("each", justify="right")
-    table.add_column("its ranks", justify="right")
-    if plan.spares is not None:
-        table.add_column("its ranks are spares of", justify="right")
+    of_spares = ["its ranks are spares of"] if plan.spares is not None else []
+    table = new_table("hosts", "each", "its ranks", *of_spares, title="Who owns what", caption=caption)
     for parts, spared, names in groups[:MAX_ROWS]:
         hosts = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
         of_spares = [_list(spared)] if plan.spares is not None else []
@@ -378,10 +371,8 @@ def choice_table(plan: ReplicaPlan) -> Table:
     caption = (
         "most owned: of the optimizer's state, by one rank; the prediction leaves out what the backward pass hides"
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=caption)
-    table.add_column("replicas", no_wrap=True)
-    for heading in ("ranks of each", "under backward", "after step", "both", "most owned"):
-        table.add_column(heading, justify="right")
+    headings = ("replicas", "ranks of each", "under backward", "after step", "both", "most owned")
+    table = new_table(*headings, padding=(0, 1, 0, 0), caption=caption)
     for result in plan.results:
         is_chosen = result.replicas == plan.chosen
         seconds = (result.within.time_s, result.after.time_s, result.within.time_s + result.after.time_s)

@@ -7,6 +7,7 @@ link in each direction, and how busy it was.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -69,15 +70,11 @@ def link_table(
     links = network_links(topology)
     seconds = {name: _busy_s(name, link, amounts) for name, link, _ in links}
     busiest_s = max(seconds.values(), default=0.0)
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("link above")
     others = beside or {}
     above = "\n" if others else ""
-    for heading in ("up", "down", "rate", "needs"):
-        table.add_column(above + heading, justify="right")
-    for other in others:
-        for heading in (f"{other}\nbytes", "\nneeds"):
-            table.add_column(heading, justify="right")
+    own = [f"{above}{heading}" for heading in ("up", "down", "rate", "needs")]
+    compared = [heading for other in others for heading in (f"{other}\nbytes", "\nneeds")]
+    table = new_table("link above", *own, *compared, title=title, collapse_padding=True)
     for name, link, depth in links:
         table.add_row(
             "  " * depth + name,
@@ -105,6 +102,14 @@ def _busy_s(name: str, link: Link, amounts: Mapping[DirectedLink, int]) -> float
     up_s = amounts.get(DirectedLink(name, "up"), 0) / link.up_bytes_per_s
     down_s = amounts.get(DirectedLink(name, "down"), 0) / link.down_bytes_per_s
     return max(up_s, down_s)
+
+
+def new_table(*headings: str, num_texts: int = 1, no_wrap: bool = False, **settings: Any) -> Table:
+    """Return a table for rich, as all commands have it: texts in the first columns, and in the others numbers."""
+    table = Table(title_justify="left", box=box.SIMPLE_HEAD, **{"pad_edge": False, **settings})
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if place < num_texts else "right", no_wrap=no_wrap)
+    return table
 
 
 def draw_line_plot(
