@@ -14,7 +14,7 @@ import syncline
 from syncline.backend import creation
 from syncline.backend.creation import choose_options, read_options
 from syncline.errors import ConfigurationError, RendezvousError
-from syncline.pytorch import listening
+from syncline.pytorch import connecting
 from syncline.pytorch.environment import BackendOptions
 from syncline.topology import Topology
 
@@ -77,8 +77,8 @@ def test_a_group_of_one_rank_needs_no_one() -> None:
 
 
 def test_without_a_secret_other_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "share_a_machine", lambda *_, **__: False)
-    monkeypatch.setattr(listening, "reachable_address", lambda _: "10.0.0.2")
+    monkeypatch.setattr(connecting, "share_a_machine", lambda *_, **__: False)
+    monkeypatch.setattr(connecting, "reachable_address", lambda _: "10.0.0.2")
     with pytest.raises(ConfigurationError, match=r"10\.0\.0\.2 can be reached .* no shared secret"):
         creation.create_state(description(dist.HashStore(), 0, 2), BackendOptions())
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from syncline.backend import inner_groups
 from syncline.backend.inner_groups import PLACE_BYTES, DevicePlace, NcclBackend, divide_by_hosts
-from syncline.pytorch.listening import machine_name
+from syncline.pytorch.connecting import machine_name
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import nn
 
 import syncline
 from syncline.errors import ConfigurationError
-from syncline.pytorch import listening
+from syncline.pytorch import connecting
 
 LIMIT = timedelta(seconds=60)
 
@@ -63,8 +63,8 @@ def disagrees(rank: int, size: int) -> None:
 def apart(rank: int) -> None:
     """Ranks whose machines differ listen on no loopback, although nobody says where they are."""
     os.environ.pop("WORLD_SIZE")
-    listening.machine_name = lambda: f"machine {rank}"
-    listening.own_address = lambda _: "127.0.0.2"
+    connecting.machine_name = lambda: f"machine {rank}"
+    connecting.own_address = lambda _: "127.0.0.2"
     with pytest.raises(ConfigurationError, match=r"several machines.*give each rank init\(interface=\)"):
         syncline.init()
 

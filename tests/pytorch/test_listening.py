@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from syncline.errors import ConfigurationError, RendezvousError
-from syncline.pytorch import listening
+from syncline.pytorch import connecting
 from syncline.pytorch.connecting import connect
 from syncline.pytorch.environment import Arguments, Environment, read_environment
 from syncline.pytorch.stores import LocalStore, TorchStore
@@ -25,26 +25,26 @@ def test_ranks_of_several_machines_listen_where_the_store_is_reached(monkeypatch
     class Named:
         underlying_store = dist.HashStore()
 
-    monkeypatch.setattr(listening.socket, "gethostname", lambda: "127.0.0.1")
+    monkeypatch.setattr(connecting.socket, "gethostname", lambda: "127.0.0.1")
     with pytest.raises(ConfigurationError, match=r"several machines.*'127.0.0.1'.*BackendOptions\(interface=\)"):
-        listening.reachable_address(Named())
-    monkeypatch.setattr(listening, "own_address", lambda host: {"10.0.0.9": "10.0.0.2"}[host])
+        connecting.reachable_address(Named())
+    monkeypatch.setattr(connecting, "own_address", lambda host: {"10.0.0.9": "10.0.0.2"}[host])
     store = dist.HashStore()
-    monkeypatch.setattr(listening.socket, "gethostname", lambda: "10.0.0.9")
-    assert listening.reachable_address(dist.PrefixStore("a", dist.PrefixStore("b", store))) == "10.0.0.2"
+    monkeypatch.setattr(connecting.socket, "gethostname", lambda: "10.0.0.9")
+    assert connecting.reachable_address(dist.PrefixStore("a", dist.PrefixStore("b", store))) == "10.0.0.2"
 
 
 def test_ranks_find_out_in_their_store_whether_they_share_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     place = threading.local()
-    monkeypatch.setattr(listening, "machine_name", lambda: place.name)
-    monkeypatch.setattr(listening, "reachable_address", lambda _: f"10.0.0.{place.name}")
+    monkeypatch.setattr(connecting, "machine_name", lambda: place.name)
+    monkeypatch.setattr(connecting, "reachable_address", lambda _: f"10.0.0.{place.name}")
     store = dist.HashStore()
 
     def interfaces(names: str, given: str | None = None) -> list[str | None]:
         def on_rank(rank: int) -> str | None:
             place.name = names[rank]
             own = environment_of(rank, given if rank else None)
-            return listening.choose_interface(own, TorchStore(store), store).interface
+            return connecting.choose_interface(own, TorchStore(store), store).interface
 
         found: list[str | None] = run_threads(2, on_rank)
         return found

@@ -20,9 +20,8 @@ from syncline.backend.calls import GroupCalls
 from syncline.backend.group_state import GroupState, open_part
 from syncline.backend.group_streams import GroupStreams
 from syncline.errors import ConfigurationError
-from syncline.pytorch.connecting import connect, with_address
+from syncline.pytorch.connecting import choose_interface, connect, with_address
 from syncline.pytorch.environment import UNWRITTEN, Arguments, BackendOptions, Environment, read_environment
-from syncline.pytorch.listening import choose_interface
 from syncline.pytorch.stores import LocalStore, TorchStore
 from syncline.runtime import Communicator
 from syncline.runtime.tags import NUM_STREAMS

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
-from syncline.pytorch.listening import machine_name
+from syncline.pytorch.connecting import machine_name
 from syncline.updates.private_torch import gather_into, nccl_group, reduce_into
 
 InnerOperation = Literal["sum", "max", "min", "product"]

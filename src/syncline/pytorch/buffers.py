@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from syncline.pytorch.packing import pack, unpack
 from syncline.runtime.work import Work
+from syncline.tensors.memory import pack, unpack
 from syncline.updates.control import ControlStream
 
 ARE_NEW, ARE_READ = 1, 2

@@ -1,7 +1,15 @@
-"""From settings to a communicator: what ``init()`` and the backend for ``torch.distributed`` do alike."""
+"""From settings to a communicator: what ``init()`` and the backend for ``torch.distributed`` do alike.
+
+Where nobody says on which address a rank listens, and no master is known, it is loopback if all ranks share one
+machine. They tell each other theirs in a first meeting in the store, by the same rules as in the one that follows: what
+an earlier attempt left in the store is not believed.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import ipaddress
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -9,18 +17,19 @@ from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from syncline import discovery
 from syncline.endpoints import own_address
 from syncline.errors import ConfigurationError, RendezvousError, SynclineError, TopologyError
 from syncline.fabric import FabricOptions, Rendezvous, Store, connect_tcp
 from syncline.fabric.lending import NO_NETWORK, find_network
+from syncline.fabric.rendezvous import Member
 from syncline.fabric.shared_port import lending
 from syncline.fabric.sockets import resolve_address
 from syncline.last_words import leave_at_exit, tell_met
 from syncline.observe import Trace, tell_if_long
-from syncline.pytorch.environment import FLAT, MEASURE, Environment
+from syncline.pytorch.environment import FLAT, MEASURE, Environment, address_of
 from syncline.pytorch.secret import user_secret
 from syncline.runtime import CommunicationLoop, Communicator, match_topology
 from syncline.schedule import with_gateways_chosen
@@ -29,6 +38,9 @@ from syncline.variables import FLIGHT, REPORT, process_variables
 
 CONNECT_MARGIN_S = 30.0
 """The fabric keeps its own deadlines; this is for a loop that does not answer."""
+LOOPBACK = "127.0.0.1"
+NO_PORT = 1
+"""A meeting wants a port of each rank; in this one nobody listens yet."""
 
 
 def with_address(environment: Environment) -> Environment:
@@ -250,3 +262,54 @@ def tell_once(error: SynclineError, *, rank: int) -> None:
             print(f"{kind.__name__}: {value}", file=sys.stderr)
 
     sys.excepthook = hook
+
+
+def machine_name() -> str:
+    """Return what is equal for two processes exactly if they reach each other over loopback.
+
+    That is the boot of the kernel and the network namespace.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    network = Path("/proc/self/ns/net").readlink()
+    return hashlib.sha256(f"{boot} {network}".encode()).hexdigest()[:32]
+
+
+def share_a_machine(store: Store, *, rank: int, world_size: int, job_id: str, timeout_s: float) -> bool:
+    """Whether all ranks run on one machine; all must ask. :class:`RendezvousError` names who does not come."""
+    meeting = Rendezvous(store, job_id=f"{job_id} machines")
+    own = Member(rank=rank, host=machine_name(), address=LOOPBACK, port=NO_PORT)
+    generation = meeting.meet_blocking(own, world_size=world_size, timeout_s=timeout_s)
+    return len({member.host for member in generation.members}) == 1
+
+
+def choose_interface(environment: Environment, store: Store, torch_store: Any) -> Environment:
+    """Return ``environment`` with an interface, where nobody says one; all ranks, more than one, must ask.
+
+    ``store`` is where they meet, in a part of ``torch_store``. Raises as the two functions that it consists of.
+    """
+    together = share_a_machine(
+        store,
+        rank=environment.rank,
+        world_size=environment.world_size,
+        job_id=environment.fabric.job_id,
+        timeout_s=environment.fabric.connect_s,
+    )
+    if environment.interface is not None:
+        return environment
+    return replace(environment, interface=LOOPBACK if together else reachable_address(torch_store))
+
+
+def reachable_address(torch_store: Any) -> str:
+    """Return the address of this machine that the ranks of other machines reach, as far as it can be known.
+
+    That is the one from which it reaches the host that serves the store; of a file, that of the host's own name.
+    """
+    host = address_of(torch_store) or socket.gethostname()
+    address = own_address(host)
+    if address is None or ipaddress.ip_address(address).is_loopback:
+        raise ConfigurationError(
+            f"The ranks run on several machines, and the one way to them that is known here, {host!r}, is this "
+            "machine's loopback; give each rank init(interface=), BackendOptions(interface=) or SYNCLINE_INTERFACE: "
+            "the address that the other ranks reach"
+        )
+    return address

@@ -33,9 +33,8 @@ from torch import nn
 
 from syncline.errors import UpdateError
 from syncline.pytorch import trained_parameters
-from syncline.pytorch.packing import pack, unpack
 from syncline.pytorch.sync_batch_norm import find_layers
-from syncline.tensors.memory import bytes_of
+from syncline.tensors.memory import bytes_of, pack, unpack
 from syncline.updates.bucket import Bucket
 from syncline.updates.control import ControlStream
 from syncline.updates.rule import Updater

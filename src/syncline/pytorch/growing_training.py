@@ -21,8 +21,8 @@ from syncline.pytorch.checkpoint.group import CheckpointGroup
 from syncline.pytorch.epochs import Recovery
 from syncline.pytorch.installation import Installation
 from syncline.pytorch.optimizer import DistributedOptimizer
-from syncline.pytorch.packing import pack, unpack
 from syncline.pytorch.training import Training
+from syncline.tensors.memory import pack, unpack
 from syncline.updates import Updater
 from syncline.updates.bucket import Slot
 from syncline.updates.control import ControlStream

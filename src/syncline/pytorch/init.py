@@ -14,7 +14,7 @@ from syncline.arguments import Seconds, checked
 from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
 from syncline.observe import Trace
-from syncline.pytorch.connecting import connect, is_exposed, with_address, with_secret
+from syncline.pytorch.connecting import choose_interface, connect, is_exposed, with_address, with_secret
 from syncline.pytorch.environment import (
     MEASURE,
     UNWRITTEN,
@@ -26,7 +26,6 @@ from syncline.pytorch.environment import (
 )
 from syncline.pytorch.epochs import FleetGrowth
 from syncline.pytorch.fleet import Fleet, check_first, enter_fleet
-from syncline.pytorch.listening import choose_interface
 from syncline.pytorch.metrics import publish
 from syncline.pytorch.notices import Notice, OnPreemption, Preemption
 from syncline.pytorch.stores import open_store, store_of_group

@@ -17,9 +17,9 @@ from syncline.priorities.settings import Priorities
 from syncline.pytorch.consistency import check_agreement
 from syncline.pytorch.flatten import Named, plan_model
 from syncline.pytorch.fleet import Fleet
-from syncline.pytorch.packing import pack, unpack
 from syncline.pytorch.registry import check_untrained
 from syncline.pytorch.sync_batch_norm import find_layers
+from syncline.tensors.memory import pack, unpack
 from syncline.updates.bucket import BucketPlan
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketScheduleOptions, plan_bucket_schedules
