@@ -37,7 +37,7 @@ class PythonCall:
         return len(self.runs)
 
 
-class PythonOrder(SliceOrder[PythonCall]):
+class PythonOrder(SliceOrder):
     """It begins and ends the slices of its calls itself, as the compiled one does."""
 
     def began(self, call: PythonCall, num_bytes: int) -> None:

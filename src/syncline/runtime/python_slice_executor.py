@@ -8,33 +8,19 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
-from typing import Generic, Protocol, TypeVar
 
 from syncline.fabric import Transport
 from syncline.fabric.slice_executor import SLICE_TAGS, Kind, Operation, SlicedCall
 from syncline.runtime.loop import Clock
 
 
-class _SliceHost(Protocol):
-    """What a slice runs on."""
-
-    transport: Transport
-    temporary_bytes: int
-    """Of landings, of all its slices, now."""
-    on_crash: Callable[[Exception], None]
-    """Told if our own code failed; the slice will not go on."""
-
-    def heard(self, peer: int) -> None:
-        """Take note that a message of ``peer`` has arrived."""
-
-
 class _SliceRun:
     """Executes the dataflow of one slice of ``call``; calls ``on_end`` once, when every operation has ended."""
 
     def __init__(
-        self, call: SlicedCall, slice_number: int, host: _SliceHost, *, on_end: Callable[[_SliceRun], None]
+        self, call: SlicedCall, slice_number: int, host: PythonSliceExecutor, *, on_end: Callable[[_SliceRun], None]
     ) -> None:
         self._call = call
         self._buffer = call.buffer
@@ -231,29 +217,7 @@ class _SliceRun:
         self._host.temporary_bytes -= self._temporaries.pop(landing).nbytes
 
 
-class Sliced(Protocol):
-    """A call that is cut into slices, as far as their order needs it."""
-
-    urgency: int
-    connection_class: int
-    number: int
-    """Running number of all calls of this rank, as it made them."""
-    largest_slice_bytes: int
-    """Of those that were begun."""
-
-    @property
-    def has_more(self) -> bool:
-        """Whether there are slices that were not begun."""
-
-    @property
-    def runs(self) -> Collection[object]:
-        """The slices under way."""
-
-
-Call = TypeVar("Call", bound=Sliced)
-
-
-class SliceOrder(Generic[Call]):
+class SliceOrder:
     """Which call's next slice begins: the most urgent call's, while there is room for it.
 
     There is room while the slices under way of calls that are as urgent or more make up less than
@@ -269,27 +233,27 @@ class SliceOrder(Generic[Call]):
 
     def __init__(self, max_inflight_bytes: int) -> None:
         self._max_inflight_bytes = max_inflight_bytes
-        self._starved: deque[Call] = deque()
-        self._queue: list[tuple[int, int, Call]] = []
-        self._inflight_bytes: dict[Call, int] = {}
+        self._starved: deque[PythonExecution] = deque()
+        self._queue: list[tuple[int, int, PythonExecution]] = []
+        self._inflight_bytes: dict[PythonExecution, int] = {}
 
     @property
     def inflight_bytes(self) -> int:
         """Bytes of the slices under way, of all classes."""
         return sum(self._inflight_bytes.values())
 
-    def add(self, call: Call) -> None:
+    def add(self, call: PythonExecution) -> None:
         """Take a call of which no slice has begun."""
         if call.has_more:
             self._starved.append(call)
             heapq.heappush(self._queue, (call.urgency, call.number, call))
 
-    def began(self, call: Call, num_bytes: int) -> None:
+    def began(self, call: PythonExecution, num_bytes: int) -> None:
         """Count a slice that begins."""
         self._inflight_bytes[call] = self._inflight_bytes.get(call, 0) + num_bytes
         call.largest_slice_bytes = max(call.largest_slice_bytes, num_bytes)
 
-    def ended(self, call: Call, num_bytes: int) -> None:
+    def ended(self, call: PythonExecution, num_bytes: int) -> None:
         """Count a slice that ended."""
         self._inflight_bytes[call] -= num_bytes
         if not call.runs:
@@ -304,7 +268,7 @@ class SliceOrder(Generic[Call]):
             heapq.heappop(self._queue)
         return bool(self._queue or self._starved)
 
-    def next(self) -> Call | None:
+    def next(self) -> PythonExecution | None:
         """Return the call of which a slice may begin now; None if there is none."""
         while self._starved:
             call = self._starved.popleft()
@@ -316,7 +280,7 @@ class SliceOrder(Generic[Call]):
                 return call
         return None
 
-    def _has_room(self, call: Call) -> bool:
+    def _has_room(self, call: PythonExecution) -> bool:
         ahead = beside = 0
         for other, num_bytes in self._inflight_bytes.items():
             if other.connection_class > call.connection_class:
@@ -342,8 +306,9 @@ class PythonSliceExecutor:
         self.transport = transport
         self.max_inflight_bytes = max_inflight_bytes
         self.temporary_bytes = 0
+        """Of landings, of all slices, now."""
         self.on_crash = on_crash
-        self.order: SliceOrder[PythonExecution] = SliceOrder(max_inflight_bytes)
+        self.order = SliceOrder(max_inflight_bytes)
         self._clock = clock
         self._is_beginning = False
         self._heard_s: dict[int, float] = {}
