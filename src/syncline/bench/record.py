@@ -11,7 +11,6 @@ import platform
 import shlex
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from importlib.util import find_spec
@@ -61,7 +60,7 @@ def write_record(folder: Path, rows: Sequence[Row], facts: dict[str, Any], table
     if not has_matplotlib():
         return ("no plot.png: matplotlib is not installed; it comes with pip install 'syncline[report]'",)
     title = f"{facts['topology']}, {facts['ranks']} ranks, {facts['network']}"
-    _draw_bars(folder / "plot.png", [_bars(group) for group in group_rows(rows)], title=title)
+    _draw_bars(folder / "plot.png", group_rows(rows), title=title)
     return ()
 
 
@@ -71,17 +70,6 @@ def write_results(folder: Path, rows: Sequence[dict[str, Any]], facts: dict[str,
     (folder / "results.json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
     lines = [f"{name}: {value}" for name, value in facts.items()]
     (folder / "table.txt").write_text("\n".join([*lines, "", table.rstrip(), ""]))
-
-
-def _bars(group: Group) -> _Bars:
-    return _Bars(
-        title=group.title,
-        labels=tuple(row.method for row in group.rows),
-        medians_s=tuple(row.median_s for row in group.rows),
-        least_s=tuple(row.least_s for row in group.rows),
-        most_s=tuple(row.most_s for row in group.rows),
-        bound_s=group.reference.bound_s,
-    )
 
 
 def _processor() -> str:
@@ -104,45 +92,36 @@ def _commit() -> dict[str, str]:
     return {"commit": found} if found else {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Bars:
-    """A panel: a bar for each method, a whisker from the fastest to the slowest round, a line at the bound if any."""
-
-    title: str
-    labels: tuple[str, ...]
-    medians_s: tuple[float, ...]
-    least_s: tuple[float, ...]
-    most_s: tuple[float, ...]
-    bound_s: float
-
-
 def has_matplotlib() -> bool:
     """Whether pictures can be drawn here."""
     return find_spec("matplotlib") is not None
 
 
-def _draw_bars(path: Path, panels: Sequence[_Bars], *, title: str) -> None:
-    """Draw the panels one below the other and save the picture; no display is needed."""
+def _draw_bars(path: Path, groups: Sequence[Group], *, title: str) -> None:
+    """Draw the groups one below the other and save the picture; no display is needed.
+
+    Each has a bar for each method, a whisker from the fastest to the slowest round, and a line at the bound if any.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    heights = [_MARGIN_INCHES + _BAR_INCHES * len(panel.labels) for panel in panels]
+    heights = [_MARGIN_INCHES + _BAR_INCHES * len(group.rows) for group in groups]
     figure = Figure(figsize=(_WIDTH_INCHES, sum(heights) + 0.5), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
-    for axis, panel in zip(axes[:, 0], panels, strict=True):
-        below = [median - least for median, least in zip(panel.medians_s, panel.least_s, strict=True)]
-        above = [most - median for median, most in zip(panel.medians_s, panel.most_s, strict=True)]
-        colours = ["#2a9d8f" if label.startswith("Syncline") else "#8d99ae" for label in panel.labels]
-        axis.barh(range(len(panel.labels)), panel.medians_s, xerr=(below, above), color=colours, capsize=2)
+    axes = figure.subplots(len(groups), 1, squeeze=False, height_ratios=heights)
+    for axis, group in zip(axes[:, 0], groups, strict=True):
+        rows, places = group.rows, range(len(group.rows))
+        spread = [row.median_s - row.least_s for row in rows], [row.most_s - row.median_s for row in rows]
+        colours = ["#2a9d8f" if row.method.startswith("Syncline") else "#8d99ae" for row in rows]
+        axis.barh(places, [row.median_s for row in rows], xerr=spread, color=colours, capsize=2)
         axis_label = "seconds of the slowest rank, median (whiskers: min, max)"
-        if panel.bound_s:
-            axis.axvline(panel.bound_s, color="#d62828", linewidth=1)
-            axis_label += f"; red: the wire's bound, {panel.bound_s:.3g} s"  # a legend would cover a bar's whiskers
-        axis.set_yticks(range(len(panel.labels)), panel.labels)
+        if bound_s := group.reference.bound_s:
+            axis.axvline(bound_s, color="#d62828", linewidth=1)
+            axis_label += f"; red: the wire's bound, {bound_s:.3g} s"  # a legend would cover a bar's whiskers
+        axis.set_yticks(places, [row.method for row in rows])
         axis.invert_yaxis()
         axis.set_xlim(left=0)
         axis.set_xlabel(axis_label, fontsize="small")
-        axis.set_title(panel.title, fontsize="medium", loc="left")
+        axis.set_title(group.title, fontsize="medium", loc="left")
     figure.suptitle(title, fontsize="medium")
     figure.savefig(path, dpi=130)

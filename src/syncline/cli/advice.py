@@ -321,10 +321,10 @@ def _sharded(topology: Topology, total: int) -> Iterator[Moves]:
 
 
 def _replicated(topology: Topology, total: int) -> Iterator[Moves]:
-    for result in plan_replicas(topology, total, "auto").results:
-        if len(result.replicas) > 1:
-            name = f"Sharded(replicate={result.name.removeprefix('level ')})"
-            yield _moved(name, topology, result.within, result.after, shares=tuple(result.shares))
+    for level, step in plan_replicas(topology, total, "auto").results.items():
+        if len(step.replicas) > 1:
+            name = f"Sharded(replicate={level.removeprefix('level ')})"
+            yield _moved(name, topology, step.within, step.after, shares=step.shares)
 
 
 def _moved(

@@ -6,7 +6,7 @@ With ``--replicate``: what each choice of replicas moves when, and who owns it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import count, groupby
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from syncline.errors import ConfigurationError
 from syncline.report.terminal import new_table
-from syncline.schedule import Prediction, StepPrediction, sharded_step_bound
+from syncline.schedule import StepPrediction, sharded_step_bound
 from syncline.schedule.cost import predicted_slice_bytes
 from syncline.schedule.replicas import Replicas, Replicate, find_replicas, levels_of
 from syncline.schedule.replicated_step import ReplicaStep, choose_replicas, draft_replicas
@@ -274,27 +274,14 @@ def _list(parts: Iterable[float]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _ReplicaResult:
-    """One choice of replicas in figures."""
-
-    name: str
-    replicas: Replicas
-    within: Prediction
-    """Of what may run under the backward pass: the reduction to an owner in each replica."""
-    after: Prediction
-    """Of what follows the step: the all-gather inside each replica."""
-    shares: tuple[float, ...]
-    """The part of the data that each rank owns; they sum to the number of replicas."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPlan:
     """What was compared for a sharded step with replicas, and which of it is taken."""
 
     topology: Topology
     num_bytes: int
     chosen: Replicas
-    results: tuple[_ReplicaResult, ...]
+    results: Mapping[str, ReplicaStep]
+    """By what they are called; the prediction of each is of what may run under the backward pass, and of the rest."""
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -306,13 +293,13 @@ class ReplicaPlan:
             "replicas": self.chosen,
             "choices": [
                 {
-                    "name": result.name,
-                    "replicas": result.replicas,
-                    "under_backward_s": result.within.time_s,
-                    "after_step_s": result.after.time_s,
-                    "shares": result.shares,
+                    "name": name,
+                    "replicas": step.replicas,
+                    "under_backward_s": step.within.time_s,
+                    "after_step_s": step.after.time_s,
+                    "shares": step.shares,
                 }
-                for result in self.results
+                for name, step in self.results.items()
             ],
         }
 
@@ -341,20 +328,16 @@ def plan_replicas(
     }
     if chosen not in choices.values():
         choices["as asked"] = chosen
-    results = [
-        _result(name, draft_replicas(topology, num_bytes, replicas, portions=portions, slice_bytes=slice_bytes))
+    results = {
+        name: draft_replicas(topology, num_bytes, replicas, portions=portions, slice_bytes=slice_bytes)
         for name, replicas in choices.items()
-    ]
-    return ReplicaPlan(topology=topology, num_bytes=num_bytes, chosen=chosen, results=tuple(results))
+    }
+    return ReplicaPlan(topology=topology, num_bytes=num_bytes, chosen=chosen, results=results)
 
 
 def _level_of(replicas: Replicas, topology: Topology) -> int:
     """Return the first level with these replicas: a switch with one child divides as what is below it."""
     return next(level for level in count() if find_replicas(topology, level) == replicas)
-
-
-def _result(name: str, step: ReplicaStep) -> _ReplicaResult:
-    return _ReplicaResult(name=name, replicas=step.replicas, within=step.within, after=step.after, shares=step.shares)
 
 
 def show_replicas(plan: ReplicaPlan, console: Console) -> None:
@@ -373,14 +356,13 @@ def choice_table(plan: ReplicaPlan) -> Table:
     )
     headings = ("replicas", "ranks of each", "under backward", "after step", "both", "most owned")
     table = new_table(*headings, padding=(0, 1, 0, 0), caption=caption)
-    for result in plan.results:
-        is_chosen = result.replicas == plan.chosen
-        seconds = (result.within.time_s, result.after.time_s, result.within.time_s + result.after.time_s)
+    for name, step in plan.results.items():
+        is_chosen = step.replicas == plan.chosen
         table.add_row(
-            f"{result.name}{' (chosen)' if is_chosen else ''}",
-            ", ".join(str(len(ranks)) for ranks in result.replicas),
-            *(format_duration(each) for each in seconds),
-            f"{max(result.shares):.1%}",
+            f"{name}{' (chosen)' if is_chosen else ''}",
+            ", ".join(str(len(ranks)) for ranks in step.replicas),
+            *(format_duration(each) for each in (step.within.time_s, step.after.time_s, step.time_s)),
+            f"{max(step.shares):.1%}",
             style="bold green" if is_chosen else "",
         )
     return table
