@@ -18,7 +18,7 @@ from syncline.pytorch.checkpoint.group import again_if_members_change
 from syncline.pytorch.checkpoint.loading import resume_together
 from syncline.pytorch.checkpoint.saving import save_alone, save_checkpoint
 from syncline.pytorch.consistency import DEFAULT_EVERY
-from syncline.pytorch.failure_saving import FailureSaving, WholeState
+from syncline.pytorch.failure_saving import WholeState, save_after_losses
 from syncline.pytorch.fleet import Fleet, current_fleet
 from syncline.pytorch.following import follow_rates
 from syncline.pytorch.growing_training import GrowingTraining
@@ -94,7 +94,7 @@ def distribute(
     fleet.on_close(installation.end)
     fleet.add_update(distributed.statistics, steps=distributed.count_steps)
     if save_on_failure is not None:
-        fleet.on_close(FailureSaving(fleet, _whole_state(distributed, Path(save_on_failure))).on_close)
+        save_after_losses(fleet, _whole_state(distributed, Path(save_on_failure)))
     _let_go_back(distributed, installation)
     if fleet.growth is not None:
         if why := _why_no_newcomers(installation):

@@ -43,30 +43,28 @@ class WholeState:
     """Saves it, and returns where."""
 
 
-class FailureSaving:
-    """Saves one model after a loss; every rank of ``fleet`` makes it alike."""
+def save_after_losses(fleet: Fleet, state: WholeState) -> None:
+    """Save one model when ``fleet`` closes because of a loss; every rank of it asks for it alike."""
+    (stream,) = fleet.reserve_streams(1)
+    fleet.on_close(lambda _: _save_after_loss(fleet, state, stream))
 
-    def __init__(self, fleet: Fleet, state: WholeState) -> None:
-        self._fleet = fleet
-        self._state = state
-        (self._stream,) = fleet.reserve_streams(1)
 
-    def on_close(self, _: bool) -> None:
-        """Save, if the fleet closes because of a loss, also where the user has caught the error; it says where."""
-        errors = (self._fleet.error_in_flight, self._fleet.communicator.failure)
-        error = next((one for one in errors if isinstance(one, LOSSES)), None)
-        if error is None:
-            return
-        port = self._fleet.communicator.open_port(f"save on failure {self._stream}")
-        try:
-            said = _Round(port, self._stream, limit_s=self._fleet.timeout_s).run(self._state)
-        except SynclineError as failure:  # what the user must see is the loss
-            said = f"no checkpoint was written: {failure}"
-        finally:
-            port.call_soon(port.close)
-        error.add_note(said)
-        if error is not self._fleet.error_in_flight or self._fleet.is_error_shown:
-            print(f"rank {port.rank}: {said}", file=sys.stderr)
+def _save_after_loss(fleet: Fleet, state: WholeState, stream: int) -> None:
+    """Save, if there was a loss, also where the user has caught the error; it says where."""
+    errors = (fleet.error_in_flight, fleet.communicator.failure)
+    error = next((one for one in errors if isinstance(one, LOSSES)), None)
+    if error is None:
+        return
+    port = fleet.communicator.open_port(f"save on failure {stream}")
+    try:
+        said = _Round(port, stream, limit_s=fleet.timeout_s).run(state)
+    except SynclineError as failure:  # what the user must see is the loss
+        said = f"no checkpoint was written: {failure}"
+    finally:
+        port.call_soon(port.close)
+    error.add_note(said)
+    if error is not fleet.error_in_flight or fleet.is_error_shown:
+        print(f"rank {port.rank}: {said}", file=sys.stderr)
 
 
 class _Round:
