@@ -210,7 +210,7 @@ def virtual_sockets(network: VirtualNetwork) -> Iterator[None]:
 
     try:
         with (
-            mock.patch.object(sockets, "_open", open_),
+            mock.patch.object(sockets, "open_socket", open_),
             mock.patch.object(mesh, "Terms", terms),
             mock.patch.object(peer_transport, "NativeTransport", make_transport),
         ):
