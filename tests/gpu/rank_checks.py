@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from check_places import Place, choose_place
-from syncline.observe.merge import gather_events
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -33,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncline
 from syncline.errors import ConfigurationError
+from syncline.observe.trace import gather_events
 from syncline.tensors import staging
 from syncline.tensors.device_copies import CopyKind
 
