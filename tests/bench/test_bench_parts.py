@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from syncline.bench.ranks.model import build_model
+from syncline.bench.ranks.training import build_model
 from syncline.bench.record import collect_facts, has_matplotlib, write_record
 from syncline.bench.rows import COMPUTE_ALONE, Row, bench_table, group_rows, load_rows, save_rows
 from syncline.bench.running import in_order, interleaved

@@ -1,5 +1,8 @@
 """Training steps: every method steps the same model on the same batch, some steps in a row, in turns.
 
+The methods are none, this library's, and its peers', over gloo and over our backend. The model is residual MLP blocks,
+or the demo's GPT, and the batch stays the same.
+
 A method may let one step's communication run under the next step's computation, so steps are timed in a row:
 ``NUM_LEADING`` steps that are not timed, then those that are. What the last of them leaves under way is waited
 for outside the time, as what the step before them left was waited for inside it. The first step of a row waits for
@@ -10,23 +13,194 @@ milliseconds apart, which the slowest rank's time contains: the longer the row, 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F  # noqa: N812 - as PyTorch's users have it
+from torch.nn.parallel import DistributedDataParallel
 
+import syncline
 from syncline import Fleet
-from syncline.bench.ranks.methods import DIVIDED, OWN, PEERS, Trainee
-from syncline.bench.ranks.model import build_batch, loss_of
 from syncline.bench.ranks.timing import Carried, LinkMeter, measure_rounds, predicted_s, predicted_step_s, wire_bound_s
 from syncline.bench.rows import COMPUTE_ALONE, Row
-from syncline.bench.task import Task
+from syncline.bench.task import ModelShape, Task
+from syncline.demo import gpt
 from syncline.schedule import Collective
 
 NUM_LEADING = 2
 
 Batch = tuple[Tensor, Tensor]
+
+SEED = 0
+LEARNING_RATE = 1e-4
+PERIOD = 4
+"""Steps between two averagings of PostLocalSGD; a row of steps has two of them, wherever it begins."""
+DIVIDED = frozenset({"Syncline Sharded", "Syncline Sharded, overlap_forward"})
+"""Methods of ours that reduce-scatter gradients and all-gather parameters."""
+
+
+class Block(nn.Module):
+    """``width`` to 4 x ``width`` and back, added to what came in."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inward = nn.Linear(width, 4 * width)
+        self.outward = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` is (batch, width), and so is the result."""
+        out: Tensor = x + self.outward(self.inward(x).relu())
+        return out
+
+
+def build_model(shape: ModelShape) -> nn.Module:
+    """Build the model with the same numbers on every rank and for every method."""
+    torch.manual_seed(SEED)
+    if shape.is_demo:
+        return gpt.GPT(gpt.GPTShape())
+    return nn.Sequential(*(Block(shape.width) for _ in range(shape.num_blocks)))
+
+
+def build_batch(shape: ModelShape, rank: int) -> tuple[Tensor, Tensor]:
+    """Return this rank's inputs and targets."""
+    generator = torch.Generator().manual_seed(SEED + 1 + rank)
+    if shape.is_demo:
+        size = (2, shape.batch_size, gpt.GPTShape().context_length)
+        inputs, targets = torch.randint(gpt.NUM_SYMBOLS, size, generator=generator)
+    else:
+        inputs, targets = torch.randn(2, shape.batch_size, shape.width, generator=generator)
+    return inputs, targets
+
+
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of either model."""
+    return (
+        F.mse_loss(model(inputs), targets) if targets.is_floating_point() else gpt.nats_per_byte(model, inputs, targets)
+    )
+
+
+def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW, as every method has it."""
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainee:
+    """A model and its optimizer, ready to train."""
+
+    model: Any
+    optimizer: Any
+    finish: Callable[[], None] = lambda: None
+    """Waits for what the last step left under way."""
+
+
+def compute_alone(shape: ModelShape) -> Trainee:
+    """Train without communication; the ranks' models go apart."""
+    model = build_model(shape)
+    return Trainee(model=model, optimizer=build_optimizer(model))
+
+
+def syncline_sharded(shape: ModelShape) -> Trainee:
+    """Train by this library's default."""
+    return _by_syncline(shape, syncline.Sharded())
+
+
+def syncline_overlapping(shape: ModelShape) -> Trainee:
+    """Train by the same with all-gathers under the next forward pass."""
+    return _by_syncline(shape, syncline.Sharded(overlap_forward=True))
+
+
+def syncline_all_reduce(shape: ModelShape) -> Trainee:
+    """Train by this library's all-reduce of gradients."""
+    return _by_syncline(shape, syncline.AllReduce())
+
+
+def ddp(shape: ModelShape, group: dist.ProcessGroup) -> Trainee:
+    """Train by DistributedDataParallel with its defaults."""
+    model = DistributedDataParallel(build_model(shape), process_group=group)
+    return Trainee(model=model, optimizer=build_optimizer(model))
+
+
+def zero(shape: ModelShape, group: dist.ProcessGroup) -> Trainee:
+    """Train by DistributedDataParallel with the optimizer's state divided among the ranks."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # its module warns of itself
+
+    model = DistributedDataParallel(build_model(shape), process_group=group)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=group, lr=LEARNING_RATE)
+    return Trainee(model=model, optimizer=optimizer)
+
+
+def fsdp2(shape: ModelShape, group: dist.ProcessGroup) -> Trainee:
+    """Train by fully_shard, each block by itself."""
+    model = build_model(shape)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for block in model.children():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return Trainee(model=model, optimizer=build_optimizer(model))
+
+
+def post_local_sgd(shape: ModelShape, group: dist.ProcessGroup) -> Trainee:
+    """Step alone, and average the models every few steps; this is another algorithm, which sends less."""
+    from torch.distributed.optim import PostLocalSGDOptimizer  # likewise
+
+    model = DistributedDataParallel(build_model(shape), process_group=group)
+    alone, _ = dist.new_subgroups(group_size=1)  # type: ignore[no-untyped-call]
+    state = PostLocalSGDState(  # type: ignore[no-untyped-call]
+        process_group=None, subgroup=alone, start_localSGD_iter=0, post_local_gradient_allreduce=False
+    )
+    model.register_comm_hook(state, post_localSGD_hook)
+    averager = PeriodicModelAverager(period=PERIOD, warmup_steps=0)
+    return Trainee(model=model, optimizer=PostLocalSGDOptimizer(build_optimizer(model), averager))
+
+
+OWN: Mapping[str, Callable[[ModelShape], Trainee]] = MappingProxyType(
+    {
+        COMPUTE_ALONE: compute_alone,
+        "Syncline Sharded": syncline_sharded,
+        "Syncline Sharded, overlap_forward": syncline_overlapping,
+        "Syncline AllReduce": syncline_all_reduce,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """A peer: how the table calls it, how it is built, and the backend of the process group that it is built on."""
+
+    title: str
+    build: Callable[[ModelShape, dist.ProcessGroup], Trainee]
+    backend: str = "gloo"
+
+
+PEERS: Mapping[str, Peer] = MappingProxyType(
+    {
+        "ddp": Peer(title="DDP", build=ddp),
+        "ddp-syncline": Peer(title="DDP on syncline", build=ddp, backend="syncline"),
+        "zero": Peer(title="DDP + ZeroRedundancyOptimizer", build=zero),
+        "zero-syncline": Peer(title="DDP + ZeRO on syncline", build=zero, backend="syncline"),
+        "fsdp2": Peer(title="FSDP2", build=fsdp2),
+        "fsdp2-syncline": Peer(title="FSDP2 on syncline", build=fsdp2, backend="syncline"),
+        "post-local-sgd": Peer(title=f"PostLocalSGD, period {PERIOD}", build=post_local_sgd),
+    }
+)
+"""Peers by their names on the command line."""
+
+
+def _by_syncline(shape: ModelShape, update: syncline.Sharded | syncline.AllReduce) -> Trainee:
+    model = build_model(shape)
+    model, optimizer = syncline.distribute(model, build_optimizer(model), update=update)
+    return Trainee(model=model, optimizer=optimizer, finish=syncline.synchronize)
 
 
 def measure_training(task: Task, fleet: Fleet) -> Iterator[list[Row]]:
