@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import reference
 from hypothesis import given
@@ -22,6 +24,7 @@ from syncline.schedule import (
     predict_sharded_step,
     sharded_step_bound,
 )
+from syncline.schedule.sharded_step import pack_step, unpack_step
 from syncline.topology import Topology
 from syncline.topology.shipped import shipped_names
 
@@ -200,3 +203,34 @@ def test_ranks_behind_gateways_own_nothing():
         plan_sharded_step(topology, SIZE, portions=[1 / 7] * 7)
     one_host = Topology.parse("{host: a, ranks: 3, gateway: one}")
     assert plan_sharded_step(one_host, SIZE).shares == (1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("topology", [Topology.load("deep-asymmetric"), Topology.flat(70, rate=1e8)])
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_packed_step_is_the_same_and_proved_anew(topology, spares):
+    step = plan_sharded_step(topology, SIZE, spares=spares)
+    packed = pack_step(step)
+    again = unpack_step(bytearray(packed))
+    assert again.reduce_scatter.digest == step.reduce_scatter.digest
+    assert again.all_gather.digest == step.all_gather.digest
+    assert (again.apart, again.shares, again.spare_shares) == (step.apart, step.shares, step.spare_shares)
+    assert [half.planner for half in (again.reduce_scatter, again.all_gather)] == [
+        half.planner for half in (step.reduce_scatter, step.all_gather)
+    ]
+    assert len(packed) < 16 * (len(step.reduce_scatter.transfers) + len(step.all_gather.transfers)) + 4096
+
+
+def test_a_packed_step_that_does_not_add_up_is_refused():
+    step = plan_sharded_step(Topology.flat(4), SIZE)
+    scatter = step.reduce_scatter
+    wrong = SimpleNamespace(
+        collective=scatter.collective,
+        num_ranks=4,
+        cuts=scatter.cuts,
+        owners=scatter.owners,
+        planner=scatter.planner,
+        transfers=scatter.transfers.take(np.arange(1, len(scatter.transfers))),
+    )
+    packed = pack_step(SimpleNamespace(reduce_scatter=wrong, all_gather=step.all_gather, apart=None))
+    with pytest.raises(ScheduleError, match="is refused"):
+        unpack_step(packed)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from syncline.errors import PeerLostError, ScheduleError, SynclineError
 from syncline.observe import NullTrace
+from syncline.runtime import Communicator
+from syncline.runtime.memory import communicators_in_memory
 from syncline.schedule import Collective, Schedule, plan_tree
 from syncline.schedule.replicas import find_replicas
 from syncline.topology import Topology
+from syncline.updates import bucket_schedule
 from syncline.updates.bucket import Bucket, BucketPlan, ParameterEntry, plan_buckets
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketScheduleOptions, plan_bucket_schedules
@@ -116,3 +122,76 @@ def test_all_reduces_go_in_backward_order() -> None:
     urgencies = [call["urgency"] for call in communicator.calls]
     assert urgencies == sorted(urgencies, reverse=True)
     assert len(set(urgencies)) == 3
+
+
+@pytest.fixture
+def planned_on(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let one of any number of ranks plan for all; return whose planning has begun, each by the thread's rank."""
+    planned: list[int] = []
+    plan = bucket_schedule.plan_sharded_step
+    monkeypatch.setattr(bucket_schedule, "MOST_PLANNING", 1)
+    monkeypatch.setattr(bucket_schedule, "plan_sharded_step", lambda *a, **k: (planned.append(1), plan(*a, **k))[1])
+    return planned
+
+
+def on_all(work: Callable[[Communicator], Any]) -> list[Any]:
+    """Run ``work`` on all ranks of two racks; return what each returned, or raised."""
+    communicators = communicators_in_memory(8, RACKS)
+
+    def run(communicator: Communicator) -> Any:
+        try:
+            return work(communicator)
+        except SynclineError as error:
+            return error
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(run, communicators))
+    for communicator in communicators:
+        communicator.abort()
+    return found
+
+
+def plan_together(communicator: Communicator, **settings: Any) -> tuple[Any, ...]:
+    options = BucketScheduleOptions(is_divided=True)
+    return plan_bucket_schedules(
+        communicator, plans(33_000, 47_000), options, first_stream=1, is_together=True, **settings
+    )
+
+
+def test_of_many_ranks_one_plans_and_all_have_what_each_would_have_planned(planned_on: list[int]) -> None:
+    found = on_all(plan_together)
+    assert len(planned_on) == 1
+    alone = on_all(
+        lambda communicator: plan_bucket_schedules(
+            communicator, plans(33_000, 47_000), BucketScheduleOptions(is_divided=True), first_stream=1
+        )
+    )
+    assert len(planned_on) == 9
+    for told, own in zip(found, alone, strict=True):
+        for one, other in zip(told, own, strict=True):
+            assert one.owned == other.owned
+            assert one.layout == other.layout
+            assert {half: plan.digest for half, plan in one.schedules.items()} == {
+                half: plan.digest for half, plan in other.schedules.items()
+            }
+
+
+def test_where_the_one_cannot_plan_all_say_why(planned_on: list[int]) -> None:
+    errors = on_all(lambda communicator: plan_together(communicator, most=[0.1] * 8))
+    assert all(isinstance(error, ScheduleError) for error in errors)
+    assert {str(error) for error in errors} == {str(errors[0])}
+    assert "may own 0.8 of it at most" in str(errors[0])
+    assert len(planned_on) == 9
+
+
+def test_all_are_told_of_a_rank_that_is_lost_while_it_plans(
+    planned_on: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(communicator: Communicator) -> Any:
+        if communicator.rank == 0:
+            monkeypatch.setattr(bucket_schedule, "pack_step", lambda _: communicator.abort("killed") or b"never sent")
+        return plan_together(communicator)
+
+    _, *errors = on_all(work)
+    assert all(isinstance(error, PeerLostError) for error in errors)
+    assert all(error.ranks_at_fault == (0,) for error in errors)

@@ -91,7 +91,9 @@ class Installation:
         chosen = self._chosen_priorities()
         if not has_values:
             check_agreement([*describe(model, optimizer, rule, chosen), *self._other_lines()], control)
-        schedules = plan(fleet.reserve_streams(len(plans)).start)
+        # newcomers, and those who go on after a loss, plan by themselves
+        is_together = not has_values and going_on is None
+        schedules = plan(fleet.reserve_streams(len(plans)).start, is_together=is_together)
         collectives = BucketCollectives(fleet.communicator, control=control, bucket_schedules=schedules)
         sizes = [plan.num_bytes for plan in plans]
         if going_on is None:  # else communicators come and go
@@ -141,7 +143,7 @@ class Installation:
         assert self.training is not None, "it is in place"
         updater = self.training.updater
         plans, first = [bucket.plan for bucket in updater.buckets], updater.collectives.bucket_schedules[0].stream
-        schedules = _plan_schedules(self.fleet, plans, self.rule, self.optimizer, first)
+        schedules = _plan_schedules(self.fleet, plans, self.rule, self.optimizer, first, is_together=True)
         updater.collectives.enter(self.fleet.communicator, schedules)
         updater.divide_anew()
 
@@ -203,7 +205,13 @@ class Installation:
 
 
 def _plan_schedules(
-    fleet: Fleet, plans: Sequence[BucketPlan], rule: UpdateRule, optimizer: torch.optim.Optimizer, first_stream: int
+    fleet: Fleet,
+    plans: Sequence[BucketPlan],
+    rule: UpdateRule,
+    optimizer: torch.optim.Optimizer,
+    first_stream: int,
+    *,
+    is_together: bool = False,
 ) -> tuple[BucketSchedule, ...]:
     options, most = rule.schedule_options, None
     if options.is_divided:
@@ -216,7 +224,9 @@ def _plan_schedules(
             tells=fleet.rank == 0,
         )
     with tell_if_long(f"planning how the model moves between {fleet.world_size} ranks", is_told=fleet.rank == 0):
-        return plan_bucket_schedules(fleet.communicator, plans, options, first_stream=first_stream, most=most)
+        return plan_bucket_schedules(
+            fleet.communicator, plans, options, first_stream=first_stream, most=most, is_together=is_together
+        )
 
 
 def _open_control_streams(fleet: Fleet, number: int, going_on: ElasticTraining | None) -> list[ControlStream]:

@@ -9,8 +9,11 @@ fewest full links.
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -18,13 +21,15 @@ from syncline.arguments import checked
 from syncline.errors import ScheduleError
 from syncline.schedule.collective import Collective
 from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel
+from syncline.schedule.draft import Draft
 from syncline.schedule.layout import Layout
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.spare_choice import draft_with_spares
 from syncline.schedule.spares import Apart, spare_shares
 from syncline.schedule.step_candidates import Portions, limits_of, upto
-from syncline.schedule.step_flow import solve_step_flow
+from syncline.schedule.step_flow import STEP, solve_step_flow
 from syncline.schedule.step_prediction import StepPrediction, in_windows, predict_pair, shares_of
+from syncline.schedule.transfers import Transfers
 from syncline.schedule.verifier import verify
 from syncline.topology import Topology
 
@@ -162,3 +167,47 @@ def layout_of_step(step: ShardedStep, num_elements: int, slice_elements: int) ->
     pair = (step.reduce_scatter.draft, step.all_gather.draft)
     build = Layout.contiguous if in_windows(pair, num_slices) else Layout.build
     return build(step.reduce_scatter, num_elements, slice_elements)
+
+
+def pack_step(step: ShardedStep) -> bytes:
+    """Return the step as bytes, for ranks that have not planned it: compressed columns, some 5 bytes a transfer."""
+    halves = (step.reduce_scatter, step.all_gather)
+    about = {
+        "num_ranks": step.reduce_scatter.num_ranks,
+        "cuts": step.reduce_scatter.cuts,  # of any size, so as text
+        "apart": step.apart,
+        "planners": [half.planner for half in halves],
+    }
+    columns: dict[str, Any] = {
+        f"{half.collective}.{column.name}": getattr(half.transfers, column.name)
+        for half in halves
+        for column in fields(Transfers)
+    }
+    file = io.BytesIO()
+    np.savez_compressed(
+        file, about=np.frombuffer(json.dumps(about).encode(), np.uint8), owners=step.reduce_scatter.owners, **columns
+    )
+    return file.getvalue()
+
+
+def unpack_step(packed: bytes | bytearray) -> ShardedStep:
+    """Return what :func:`pack_step` has packed, proved here: whoever packed it is not believed.
+
+    Raises :class:`ScheduleError` where the proof fails.
+    """
+    columns = np.load(io.BytesIO(packed), allow_pickle=False)
+    about = json.loads(columns["about"].tobytes())
+    scatter, gather = (
+        verify(
+            Draft(
+                collective=half,
+                num_ranks=about["num_ranks"],
+                cuts=tuple(about["cuts"]),
+                transfers=Transfers(**{column.name: columns[f"{half}.{column.name}"] for column in fields(Transfers)}),
+                owners=columns["owners"],
+                planner=planner,
+            )
+        )
+        for half, planner in zip(STEP, about["planners"], strict=True)
+    )
+    return ShardedStep(reduce_scatter=scatter, all_gather=gather, apart=about["apart"])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
-from syncline.errors import ConfigurationError
+from syncline.errors import ConfigurationError, SynclineError
 from syncline.runtime.communicator import Communicator
 from syncline.schedule import (
     Collective,
@@ -25,7 +28,9 @@ from syncline.schedule import (
 from syncline.schedule.in_trees import RESOLUTION, draft_row_with_owners
 from syncline.schedule.replicas import Replicas, Replicate, find_replicas
 from syncline.schedule.replicated_step import ReplicaStep, choose_replicas, draft_replicas
+from syncline.schedule.sharded_step import pack_step, unpack_step
 from syncline.schedule.spares import Apart, add_spares, spare_of_each
+from syncline.schedule.step_candidates import MANY_RANKS
 from syncline.schedule.step_flow import STEP
 from syncline.topology import Topology
 from syncline.units import format_duration
@@ -37,6 +42,8 @@ _log = logging.getLogger(__name__)
 
 LEAST_GAIN = 0.05
 """From which on it is told that other portions would be faster."""
+MOST_PLANNING = MANY_RANKS
+"""With more ranks planning takes seconds, and what comes of it a hundredth of that to send and to prove."""
 MANY_BUCKETS = 64
 """With more, what one is cut into is less: together they use all ways anyhow."""
 Ranges = tuple[tuple[int, int], ...]
@@ -116,11 +123,13 @@ def plan_bucket_schedules(
     *,
     first_stream: int,
     most: Sequence[float] | None = None,
+    is_together: bool = False,
 ) -> tuple[BucketSchedule, ...]:
     """Plan how buckets move; every rank comes to the same bucket schedules.
 
-    ``most`` is the share of a divided bucket that each rank may own. Raises :class:`ConfigurationError` for portions
-    that name other hosts than the topology.
+    ``most`` is the share of a divided bucket that each rank may own. ``is_together``: all ranks call this at once, so
+    that of many one may plan for all. Raises :class:`ConfigurationError` for portions that name other hosts than the
+    topology.
     """
     if not options.is_divided:
         return tuple(_plan_whole(communicator, plan, options, first_stream + plan.index) for plan in plans)
@@ -128,7 +137,7 @@ def plan_bucket_schedules(
         found = _step_with_replicas(communicator, plans, options, most)
         if len(found.replicas) > 1:
             return _plan_replicated(communicator, plans, options, found, first_stream=first_stream, most=most)
-    steps = _steps_of_buckets(communicator, plans, options, most)
+    steps = _steps_of_buckets(communicator, plans, options, most, is_together=is_together)
     planned = [
         _plan_divided(communicator, plan, options, first_stream + plan.index, step)
         for plan, step in zip(plans, steps, strict=True)
@@ -155,15 +164,17 @@ def _steps_of_buckets(
     plans: Sequence[BucketPlan],
     options: BucketScheduleOptions,
     most: Sequence[float] | None,
+    *,
+    is_together: bool,
 ) -> Sequence[ShardedStep]:
     """Plan the step of each bucket: as part of all, since they follow each other and keep the links busy together."""
     topology = communicator.topology
     portions = rank_shares(topology, options.portions) if isinstance(options.portions, Mapping) else options.portions
     num_bytes = sum(plan.num_bytes for plan in plans)
     slice_bytes = options.slice_bytes or communicator.bucket_slice_bytes(max(plan.num_bytes for plan in plans))
-    whole = plan_sharded_step(
-        topology, num_bytes, most=most, portions=portions, spares=options.spares, slice_bytes=slice_bytes
-    )
+    settings: dict[str, Any] = {"spares": options.spares, "slice_bytes": slice_bytes}
+    plan = partial(plan_sharded_step, topology, num_bytes, most=most, portions=portions, **settings)
+    whole = _planned_by_one(communicator, plan) if is_together and communicator.world_size > MOST_PLANNING else plan()
     if communicator.rank == 0 and isinstance(portions, int | float):
         _tell_what_pays(whole, topology, num_bytes, slice_bytes, most)
     if not options.whole_parameters:
@@ -174,6 +185,21 @@ def _steps_of_buckets(
     spares = _spares_of_parameters(topology, plans, owners, whole)
     rows = ([_runs(plan.slots, ranks[plan.index]) for plan in plans] for ranks in (owners, spares))
     return _steps_of_owners(topology, *rows, apart=whole.apart)
+
+
+def _planned_by_one(communicator: Communicator, plan: Callable[[], ShardedStep]) -> ShardedStep:
+    """Plan on rank 0 alone, and prove on the others what it tells; if it cannot plan, all find by themselves why."""
+    told = b""
+    if communicator.rank == 0:
+        with suppress(SynclineError):
+            told = pack_step(plan())
+    size = bytearray(len(told).to_bytes(8, "little"))
+    communicator.sum_bytes(size, label="size of rank 0's plan")
+    packed = bytearray(told) or bytearray(int.from_bytes(size, "little"))
+    if not packed:
+        return plan()
+    communicator.sum_bytes(packed, label="rank 0's plan")
+    return unpack_step(packed)
 
 
 def _tell_what_pays(
