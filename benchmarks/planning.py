@@ -4,19 +4,18 @@ Uneven racks of 64 to 1,024 ranks, 8 on a host and 1 on a host: the balanced sha
 with rank 0's (unpack and prove it), and all-reduces and broadcasts of the sizes that a start asks for. Seconds are
 those of a processor, so that a busy machine does, though not as well as an idle one.
 
-    python benchmarks/planning.py            the table, as Markdown
-    python benchmarks/planning.py --alone    only what all versions can do
+    python benchmarks/planning.py    the table, as Markdown
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from typing import Any
 
-from syncline.runtime.plans import Plans, plan_best
+from syncline.runtime.plans import Plans
 from syncline.schedule import Collective, plan_sharded_step
+from syncline.schedule.sharded_step import pack_step, unpack_step
 from syncline.topology import Topology
 
 NUM_BYTES = 64 << 20
@@ -26,7 +25,8 @@ SIZES = {Collective.ALL_REDUCE: (32, 512, 2 << 20, 4 << 20), Collective.BROADCAS
 
 def uneven_racks(num_ranks: int, per_host: int) -> Topology:
     """Build some nine racks, whose sizes differ by a host and whose uplinks carry 1 to 3 Gbit/s, as their hosts' 1."""
-    left, racks, most = num_ranks // per_host, [], max(1, num_ranks // per_host // 8)
+    racks: list[str] = []
+    left, most = num_ranks // per_host, max(1, num_ranks // per_host // 8)
     while left:
         number = len(racks)
         size = max(1, min(left, most + number % 3 - 1))
@@ -45,7 +45,7 @@ def seconds(work: Callable[[], Any]) -> tuple[float, Any]:
 
 def whole_calls(topology: Topology) -> None:
     """Plan all-reduces and broadcasts of the sizes that a start asks for."""
-    plans = Plans(topology, slice_bytes=None) if Plans.__init__.__defaults__ else Plans(topology, plan_best, slice_bytes=None)
+    plans = Plans(topology, slice_bytes=None)
     for collective, sizes in SIZES.items():
         for size in sizes:
             plans.schedule(collective, size)
@@ -53,24 +53,18 @@ def whole_calls(topology: Topology) -> None:
 
 def main() -> None:
     """Print one row for each job."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--alone", action="store_true")
-    arguments = parser.parse_args()
     plan_sharded_step(Topology.flat(4, rate=1e6), 1 << 20)  # loads the solver
-    told = [] if arguments.alone else ["packed (KB)", "unpacked and proved"]
-    print("| " + " | ".join(["ranks", "on a host", "all-reduces and broadcasts", "sharded step", *told]) + " |")
-    print("|---" * (4 + len(told)) + "|")
+    print("| ranks | on a host | all-reduces and broadcasts | sharded step | packed (KB) | unpacked and proved |")
+    print("|---|---|---|---|---|---|")
     for num_ranks, per_host in JOBS:
         topology = uneven_racks(num_ranks, per_host)
-        slice_bytes = Plans(topology, plan_best, slice_bytes=None).bucket_slice_bytes(4 << 20)
+        slice_bytes = Plans(topology, slice_bytes=None).bucket_slice_bytes(4 << 20)
         calls_s, _ = seconds(lambda: whole_calls(topology))  # noqa: B023  # called at once
         step_s, step = seconds(lambda: plan_sharded_step(topology, NUM_BYTES, slice_bytes=slice_bytes))  # noqa: B023
         cells = [str(num_ranks), str(per_host), f"{calls_s:.2f}", f"{step_s:.2f}"]
-        if not arguments.alone:
-            from syncline.schedule.sharded_step import pack_step, unpack_step
-
-            packed = pack_step(step)
-            cells += [f"{len(packed) / 1e3:.0f}", f"{seconds(lambda: unpack_step(packed))[0]:.3f}"]  # noqa: B023
+        packed = pack_step(step)
+        told_s, _ = seconds(lambda: unpack_step(packed))  # noqa: B023  # called at once
+        cells += [f"{len(packed) / 1e3:.0f}", f"{told_s:.3f}"]
         print("| " + " | ".join(cells) + " |", flush=True)
 
 

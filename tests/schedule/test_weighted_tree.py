@@ -1,6 +1,8 @@
 """The weighted tree: it reaches the lower bound of an all-reduce, and is never slower than equal portions."""
 
+import functools
 import itertools
+import random
 
 import pytest
 from hypothesis import given
@@ -8,7 +10,7 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 from schedule_trees import links, star, trees
 
-from syncline.schedule import Collective, CostModel, lower_bound, plan_tree, plan_weighted_tree, predict
+from syncline.schedule import Collective, CostModel, lower_bound, plan_tree, plan_weighted_tree, predict, split
 from syncline.schedule.portions import best_fractions
 from syncline.topology import Host, Link, Rank, Switch, Topology
 
@@ -118,3 +120,23 @@ def test_equal_links_keep_equal_portions():
     for topology in (Topology.flat(7, rate=1e8), Topology.load("two-racks-5-3"), Topology.flat(3), Topology.flat(1)):
         for collective in Collective:
             assert best_fractions(topology, collective) == {}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_all_reduce_takes_an_in_tree_for_each_owner_where_links_differ_in_both_directions(seed):
+    rate = functools.partial(random.Random(seed).uniform, 5e6, 20e6)
+
+    def link():
+        return Link(up_bytes_per_s=rate(), down_bytes_per_s=rate())
+
+    hosts = [Host(name=f"h{rank}", link=link(), ranks=(Rank(rank=rank),)) for rank in range(16)]
+    pods = [Switch(name=f"pod{k}", link=link(), children=tuple(hosts[4 * k : 4 * k + 4])) for k in range(4)]
+    halves = [Switch(name=f"half{k}", link=link(), children=tuple(pods[2 * k : 2 * k + 2])) for k in range(2)]
+    topology = Topology(name="uneven", root=Switch(name="top", link=None, children=tuple(halves)))
+    fractions = best_fractions(topology, Collective.ALL_REDUCE)
+    portions = plan_tree(topology, Collective.ALL_REDUCE, fractions=fractions)
+    chosen = plan_weighted_tree(topology, Collective.ALL_REDUCE)
+    assert busiest(chosen, topology) < 0.97 * busiest(portions, topology)
+    scatter, gather = split(chosen)
+    assert scatter.num_steps + gather.num_steps == chosen.num_steps
+    assert plan_weighted_tree(topology, Collective.ALL_REDUCE).digest == chosen.digest

@@ -82,16 +82,20 @@ def solve_step_flow(
     halves: Sequence[Collective] = STEP,
     is_bound: bool = False,
     is_direct: bool = False,
+    is_at_once: bool = False,
     through: Sequence[tuple[float, float]] = ((0.0, 0.0), (0.0, 0.0)),
     least_s: Sequence[float] = (),
 ) -> StepFlow:
     """Return the flow that takes the least time; ``is_direct`` avoids detours at any price.
 
     ``through``: what owners send and receive besides in each half, times what they own. ``least_s``: the seconds
-    per byte that each half may take in any case. ``is_bound`` lets branches send without merging, and has no prices.
-    O(nodes) variables and rows. Raises :class:`ScheduleError` if no shares are within the limits.
+    per byte that each half may take in any case. ``is_at_once``: both halves of an all-reduce share the links, and
+    the time of both together counts as that of the first. ``is_bound`` lets branches send without merging, and has no
+    prices. O(nodes) variables and rows. Raises :class:`ScheduleError` if no shares are within the limits.
     """
     fastest = list(least_s) or [lower_bound(topology, half, 1) for half in halves]
+    if is_at_once:
+        fastest = [lower_bound(topology, Collective.ALL_REDUCE, 1), 0.0]
     trees = [branch_of(topology, swapped=half is Collective.ALL_GATHER) for half in halves]
     unit = sum(fastest) or 1 / min((rate for rate in _rates(trees[0]) if rate < math.inf), default=1.0)
     layout = _Columns(tuple(trees[0].walk()), len(halves))
@@ -99,9 +103,11 @@ def solve_step_flow(
     _divide(program, layout, limits)
     for number, tree in enumerate(trees):
         _Half(program, layout, number, tuple(tree.walk()), through[number]).build(
-            unit, least=fastest[number] / unit, merges=not is_bound
+            unit, least=fastest[number] / unit, merges=not is_bound, is_alone=not is_at_once
         )
         program.costs[layout.seconds(number)] = 1.0
+    if is_at_once:
+        _share_links(program, layout, unit, least=fastest[0] / unit)
     if not is_bound:
         _set_prices(program, layout, is_direct=is_direct)
     values = program.solve()
@@ -249,6 +255,20 @@ def _set_prices(program: _Program, layout: _Columns, *, is_direct: bool) -> None
             )
 
 
+def _share_links(program: _Program, layout: _Columns, unit: float, *, least: float) -> None:
+    """Bound what links carry of a reduce-scatter and an all-gather at once: what comes of the one, 1 - x of the other.
+
+    ``least``: as much time as it takes in any case.
+    """
+    seconds = layout.seconds(0)
+    program.lowest[seconds] = least
+    for node, branch in enumerate(layout.nodes):
+        for half, rate in enumerate((branch.down, branch.up)):
+            if not branch.is_whole and rate * unit * least < layout.num_ranks + 1:
+                coming = [(layout.messages(half, kind, node), 1.0) for kind in range(3)]
+                program.add([*coming, (layout.shares(node), -1.0), (seconds, -rate * unit)], -1.0)
+
+
 class _Half:
     """The rows of one half; ``nodes`` have its rates, and what is owned loads links by ``through`` besides."""
 
@@ -261,7 +281,7 @@ class _Half:
         self._half = half
         self._nodes = nodes
 
-    def build(self, unit: float, *, least: float, merges: bool) -> None:
+    def build(self, unit: float, *, least: float, merges: bool, is_alone: bool) -> None:
         """Add all rows; ``unit`` are the seconds that count as one, ``least`` as many as it takes in any case."""
         layout = self._layout
         for node, children in enumerate(layout.children):
@@ -269,7 +289,7 @@ class _Half:
                 self._limit_to_zero(node, range(6))
             for child in children:
                 self._limit(node, child, merges=merges)
-                if not self._nodes[child].is_whole:
+                if is_alone and not self._nodes[child].is_whole:
                     self._keep_to_rates(child, unit, least)
             if children:
                 self._conserve(node, children)

@@ -2,13 +2,17 @@
 
 The fractions come from :mod:`syncline.schedule.portions`, which solves for the whole tree and not for one level
 alone, because a leaf's link carries the sum over all levels. Where every rank owns as much as any other, portions are
-fixed, and sums meet where links have room instead (:mod:`syncline.schedule.aggregation_ranks`). What comes of it is
-compared with equal portions by predicted time: of those within 2 % of the fastest the one with the fewest full links is
-taken (:func:`syncline.schedule.cost.fastest`), and equal portions of those that are alike. Cost model and steps: as the
-tree planner's, with up to twice as many steps where sums meet on their way.
+fixed, and sums meet where links have room instead (:mod:`syncline.schedule.aggregation_ranks`). Where portions leave
+an all-reduce far from the bound, as on trees whose links differ in both directions, an in-tree is drawn for each owner,
+by the linear programme of both halves at once (:mod:`syncline.schedule.step_flow`). What comes of it
+is compared with equal portions by predicted time: of those within 2 % of the fastest the one with the fewest full links
+is taken (:func:`syncline.schedule.cost.fastest`), and equal portions of those that are alike. Cost model and steps: as
+the tree planner's, with up to twice as many steps where sums meet on their way.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from syncline.arguments import checked
 from syncline.schedule.aggregation_ranks import MOST_RANKS, draft_with_aggregation_ranks
@@ -17,9 +21,12 @@ from syncline.schedule.collective import Collective
 from syncline.schedule.cost import CostModel, fastest, predict
 from syncline.schedule.draft import Draft
 from syncline.schedule.gateways import is_bound_to_gateways, speaking
+from syncline.schedule.in_trees import draft_with_owners, weights_of_shares
 from syncline.schedule.ownership import Fractions, Target
 from syncline.schedule.portions import best_fractions
 from syncline.schedule.schedule import Schedule
+from syncline.schedule.step_flow import STEP, solve_step_flow
+from syncline.schedule.transfers import Transfers
 from syncline.schedule.tree import draft_tree
 from syncline.schedule.verifier import verify
 from syncline.topology import Topology
@@ -27,6 +34,8 @@ from syncline.topology import Topology
 _COMPARED_AT_BYTES = 16 << 20
 """A planner is not told the size: portions are compared at this one, and planners again at the size of each call."""
 _CLOSE_ENOUGH = 1e-6
+FAR = 1.02
+"""Times the bound, from which on in-trees are worth their many messages."""
 _NAME = "weighted_tree"
 
 
@@ -58,8 +67,16 @@ def draft_weighted_tree(
     drafts = [draw({})]
     if _may_aggregate_elsewhere(topology, collective, target):
         drafts.append(draft_with_aggregation_ranks(topology, collective, planner=_NAME))
-    if not any(_reaches_bound(draft, topology, target) for draft in drafts):
+    over = min(_over_bound(draft, topology, target) for draft in drafts)
+    if over > 1 + _CLOSE_ENOUGH:
         drafts += [draw(fractions) for fractions in _candidates(topology, collective, target) if fractions]
+        over = min(_over_bound(draft, topology, target) for draft in drafts)
+    if (
+        over > FAR
+        and collective is Collective.ALL_REDUCE
+        and len(topology.speakers) == topology.num_ranks <= MOST_RANKS
+    ):
+        drafts.append(_draft_flows(topology))
     return fastest((draft, predict(draft, topology, _COMPARED_AT_BYTES)) for draft in drafts)
 
 
@@ -68,10 +85,23 @@ def _may_aggregate_elsewhere(topology: Topology, collective: Collective, target:
     return is_half and target == "rank_order" and 1 < topology.num_ranks <= MOST_RANKS
 
 
-def _reaches_bound(draft: Draft, topology: Topology, target: Target) -> bool:
+def _draft_flows(topology: Topology) -> Draft:
+    """Draw an all-reduce as a reduce-scatter and an all-gather whose links carry the least of both together."""
+    flow = solve_step_flow(topology, [(0.0, 1.0)] * topology.num_ranks, is_at_once=True)
+    owners = tuple(enumerate(weights_of_shares(flow.shares, [1.0] * topology.num_ranks)))
+    scatter, gather = (
+        draft_with_owners(topology, half, owners, flow=part, planner=_NAME)
+        for half, part in zip(STEP, flow.halves, strict=True)
+    )
+    both = Transfers.concatenate([scatter.transfers, gather.transfers.shifted(scatter.num_steps)])
+    return replace(scatter, collective=Collective.ALL_REDUCE, transfers=both)
+
+
+def _over_bound(draft: Draft, topology: Topology, target: Target) -> float:
+    """Return how many times the bound the busiest link takes; 1 where no link limits."""
     bound = lower_bound(topology, draft.collective, _COMPARED_AT_BYTES, target=target, root=draft.root)
     prediction = predict(draft, topology, _COMPARED_AT_BYTES, cost=CostModel.of_links_alone())
-    return max(prediction.link_s.values(), default=0.0) <= bound * (1 + _CLOSE_ENOUGH)
+    return max(prediction.link_s.values(), default=0.0) / bound if bound else 1.0
 
 
 def _candidates(topology: Topology, collective: Collective, target: Target) -> list[Fractions]:

@@ -194,7 +194,7 @@ def _planned_by_one(communicator: Communicator, plan: Callable[[], ShardedStep])
         with suppress(SynclineError):
             told = pack_step(plan())
     size = bytearray(len(told).to_bytes(8, "little"))
-    communicator.sum_bytes(size, label="size of rank 0's plan")
+    communicator.sum_bytes(size, label="rank 0's plan")
     packed = bytearray(told) or bytearray(int.from_bytes(size, "little"))
     if not packed:
         return plan()
