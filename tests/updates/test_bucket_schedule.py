@@ -12,8 +12,7 @@ import torch
 
 from syncline.errors import PeerLostError, ScheduleError, SynclineError
 from syncline.observe import NullTrace
-from syncline.runtime import Communicator
-from syncline.runtime.memory import communicators_in_memory
+from syncline.runtime.communicator import Communicator, communicators_in_memory
 from syncline.schedule import Collective, Schedule, plan_tree
 from syncline.schedule.replicas import find_replicas
 from syncline.topology import Topology
