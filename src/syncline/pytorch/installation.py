@@ -91,8 +91,7 @@ class Installation:
         chosen = self._chosen_priorities()
         if not has_values:
             check_agreement([*describe(model, optimizer, rule, chosen), *self._other_lines()], control)
-        # newcomers, and those who go on after a loss, plan by themselves
-        is_together = not has_values and going_on is None
+        is_together = not has_values and going_on is None  # newcomers, and who lost others, plan by themselves
         schedules = plan(fleet.reserve_streams(len(plans)).start, is_together=is_together)
         collectives = BucketCollectives(fleet.communicator, control=control, bucket_schedules=schedules)
         sizes = [plan.num_bytes for plan in plans]
