@@ -20,8 +20,7 @@ from planning import uneven_racks
 from syncline.schedule import Collective, Draft, lower_bound, predict, weighted_tree
 from syncline.schedule.cost import predicted_slice_bytes
 from syncline.schedule.draft import lowest_terms
-from syncline.schedule.exchange import draw_exchanges
-from syncline.schedule.ownership import Fractions, TreeDivision
+from syncline.schedule.ownership import Fractions, TreeDivision, draw_exchanges
 from syncline.schedule.planners import draft_all
 from syncline.schedule.portions import best_fractions
 from syncline.schedule.transfers import Transfers

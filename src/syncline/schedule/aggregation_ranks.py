@@ -25,8 +25,7 @@ import numpy as np
 from syncline.schedule.bound import Branch, branch_of, lower_bound, with_finite_rates
 from syncline.schedule.collective import Collective
 from syncline.schedule.draft import Draft, lowest_terms
-from syncline.schedule.exchange import draw_exchanges
-from syncline.schedule.ownership import Exchange, TreeDivision, denominator_of
+from syncline.schedule.ownership import Exchange, TreeDivision, denominator_of, draw_exchanges
 from syncline.schedule.transfers import Transfer, Transfers
 from syncline.schedule.water_filling import limited_by_the_next
 from syncline.topology import Topology

@@ -1,4 +1,4 @@
-"""Who owns what on a tree: the recursion that makes tree collectives work where branches differ.
+"""Who owns what on a tree, and the exchanges that bring it about, also where branches differ.
 
     own(rank)            = { [0, 1): rank }
     own(parent, c1..cd)  : cut [0, 1) at every breakpoint of own(c1) ... own(cd);
@@ -19,7 +19,7 @@ columns; only the cuts themselves are Python integers. Complexity: O(intervals x
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -27,7 +27,7 @@ from typing import Literal
 import numpy as np
 
 from syncline.errors import ScheduleError
-from syncline.schedule.transfers import IntArray
+from syncline.schedule.transfers import IntArray, Transfers
 from syncline.topology import Node, Topology
 
 Target = Literal["balanced", "rank_order"]
@@ -166,3 +166,32 @@ def _join_neighbours(bounds: Sequence[int], holders: IntArray) -> Ownership:
     changes = np.flatnonzero(np.diff(owners, prepend=-1))
     cuts = [starts[filled[change]] for change in changes.tolist()]
     return Ownership(cuts=[*cuts, bounds[-1]], owners=owners[changes])
+
+
+def draw_exchanges(exchanges: Iterable[Exchange], cuts: Sequence[int], *, ring_at: str | None = None) -> Transfers:
+    """Return the reduce-scatter that they make; the exchange of height h takes place in step h - 1.
+
+    Siblings send in rotation: child k first to child k + 1, so that no receiver is hit by all at once. Those of
+    ``ring_at``, above which nothing is exchanged, send to the next alone, in as many steps as there are others.
+    """
+    index = dict(zip(cuts, range(len(cuts)), strict=True))
+    drawn = [_draw(exchange, index, in_ring=exchange.parent == ring_at) for exchange in exchanges]
+    return Transfers.concatenate(drawn).in_order()
+
+
+def _draw(exchange: Exchange, index: Mapping[int, int], *, in_ring: bool) -> Transfers:
+    num_intervals, degree = exchange.holders.shape
+    bounds = np.array([index[bound] for bound in exchange.bounds], dtype=np.int32).reshape(num_intervals, degree + 1)
+    interval, part = np.nonzero(bounds[:, :-1] < bounds[:, 1:])
+    offset = np.arange(1, degree)[:, None]
+    src_child = (part + (offset if in_ring else -offset)) % degree  # in a ring the part of child k begins behind it
+    dst_child = (src_child + 1) % degree if in_ring else np.broadcast_to(part, src_child.shape)
+    step = np.broadcast_to((offset - 1) * in_ring + exchange.height - 1, src_child.shape)
+    return Transfers(
+        step=step.reshape(-1).astype(np.int32),
+        src=exchange.holders[interval, src_child].reshape(-1),
+        dst=exchange.holders[interval, dst_child].reshape(-1),
+        first=np.broadcast_to(bounds[interval, part], src_child.shape).reshape(-1),
+        last=np.broadcast_to(bounds[interval, part + 1], src_child.shape).reshape(-1),
+        add=np.ones(src_child.size, dtype=np.bool_),
+    )

@@ -19,9 +19,8 @@ from __future__ import annotations
 from syncline.arguments import checked
 from syncline.schedule.collective import Collective
 from syncline.schedule.draft import Draft, lowest_terms
-from syncline.schedule.exchange import draw_exchanges
 from syncline.schedule.gateways import gateway_fractions, is_bound_to_gateways
-from syncline.schedule.ownership import Fractions, Target, TreeDivision, check_fractions
+from syncline.schedule.ownership import Fractions, Target, TreeDivision, check_fractions, draw_exchanges
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.transfers import Transfers
 from syncline.schedule.tree_broadcast import draft_tree_broadcast

@@ -18,8 +18,14 @@ import numpy as np
 
 from syncline.schedule.collective import Collective
 from syncline.schedule.draft import UNOWNED, Draft, lowest_terms
-from syncline.schedule.exchange import draw_exchanges
-from syncline.schedule.ownership import Fractions, Ownership, TreeDivision, check_fractions, denominator_of
+from syncline.schedule.ownership import (
+    Fractions,
+    Ownership,
+    TreeDivision,
+    check_fractions,
+    denominator_of,
+    draw_exchanges,
+)
 from syncline.schedule.transfers import Transfers
 from syncline.topology import Host, Node, Socket, Switch, Topology
 
