@@ -3,13 +3,14 @@
     sudo python benchmarks/hidden_faults.py --trials 100 --seed 1 --to faults.jsonl
     sudo python benchmarks/hidden_faults.py --healthy --trials 100 --seed 1 --to healthy.jsonl
 
-Each row of ``--to`` is a trial; those that are there with the same seed and options are not made again. A job of four
+Each row of ``--to`` is a trial; those that are there with the same seed are not made again. A job of four
 ranks, whose kind is drawn (``--where``, ``--job``: on loopback or in the lab, ``distribute`` with a rule or DDP on a
 process group), lives through ``--per-job`` trials. Each draws a fault of ``hidden_faults_kinds.py``, and a rank or a
 link. The fault begins when nobody was named for some seconds, and ends when a line names somebody, or after
 ``--patience`` seconds. The line is right if it names that rank or link; of nothing, if there is none. ``--healthy``:
 each trial is a job of its own that has no fault for ``--seconds``, and is right if nobody is named. ``others`` is how
-many processors were used by what is not of the job.
+many processors were used by what is not of the job. Where a line says that a rank's processor is shared, on a machine
+with others' work, it may be true: such trials are counted as wrong, and then once more by themselves.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ NAMED = re.compile(
     r"(?P<name>the links? of .+?(?= holds? the)|rank \d+(?= .*?(?:holds the|has told nothing|is behind)))"
 )
 """A line that accuses; of nobody does one that says who holds nobody up any more."""
+SHARED, BUSY_LOAD = "had no processor", 2.5
+"""What a line says of a rank where the machine has others' work, and the load from which on that may be true."""
 WELL_S = 16.0
 """Of a healthy job between two trials: two windows of the lookout."""
 ENV = {"SYNCLINE_SILENCE": "120", "SYNCLINE_BEHIND": "8", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -253,7 +256,9 @@ def summarize(rows: list[dict[str, Any]]) -> None:
         right, reasons = (sum(bool(row.get(key)) for row in here) for key in ("right", "reason"))
         seconds = [row["seconds"] for row in here if row["right"]] or [0.0]
         when = f"{reasons} with the reason, after {median(seconds):.1f} s, at most {max(seconds):.1f} s"
-        print(f"{fault}: {right} of {number} right; {when}", file=sys.stderr)
+        shared = sum(not row["right"] and row["load"] > BUSY_LOAD and SHARED in json.dumps(row) for row in here)
+        busy = f"; of the others {shared} name a rank whose processor was shared, at a load above {BUSY_LOAD}"
+        print(f"{fault}: {right} of {number} right; {when}{busy if shared else ''}", file=sys.stderr)
 
 
 def _stop(*_: object) -> None:
