@@ -19,6 +19,7 @@ from torch import nn
 from syncline.errors import CheckpointError
 from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint, storage
 from syncline.pytorch.checkpoint.folder import MANIFEST, previous_folder, writing_folder
+from syncline.pytorch.checkpoint.state import SavedState
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.topology import Topology
@@ -108,6 +109,28 @@ def test_seconds_in_which_a_checkpoint_is_written_are_counted_for_those_who_look
 
     for before_s, after_s in run_fleets(2, body):
         assert (before_s, after_s > 0) == (0.0, True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_each_rank_writes_an_even_part_of_the_model_and_rank_0_what_may_differ(world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(7, 50), nn.BatchNorm1d(50), nn.Linear(50, 3), nn.PReLU())
+    whole = model.state_dict()
+    model[3].register_state_dict_post_hook(lambda _, state, *__: state.update({"3.weight": torch.zeros(1)}))
+    parts = [SavedState() for _ in range(world_size)]
+    for rank, part in enumerate(parts):
+        part.add_model(model, dict(model.named_parameters()), rank=rank, world_size=world_size)
+    buffers = {"model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked", "model.3.weight"}
+    assert buffers.isdisjoint(chunk.name for part in parts[1:] for chunk in part.chunks)
+    written = [sum(chunk.tensor.nbytes for chunk in part.chunks if chunk.name not in buffers) for part in parts]
+    assert max(written) - min(written) <= 50 * 4  # a row
+    found = {name: torch.full_like(value, -1) for name, value in whole.items()}
+    for chunk in (chunk for part in parts for chunk in part.chunks):
+        target = found[chunk.name.removeprefix("model.")]
+        if target.dim():
+            target = target[chunk.offset[0] : chunk.offset[0] + len(chunk.tensor)]
+        assert (target == -1).all(), "written twice"
+        target.copy_(chunk.tensor)
+    assert all(torch.equal(found[name], value) for name, value in (whole | {"3.weight": torch.zeros(1)}).items())
 
 
 def test_one_process_without_a_fleet(tmp_path: Path, run_fleets: Any) -> None:

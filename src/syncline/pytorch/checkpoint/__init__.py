@@ -1,6 +1,6 @@
 """Checkpoints that load on any number of ranks and any topology, exactly: state belongs to parameters, not to ranks.
 
-The model is written by rank 0. Each rank writes the optimizer state that it owns, as ranges of each parameter's
+Each rank writes an even part of the model and the optimizer state that it owns, as ranges of each parameter's
 elements; together they are whole, so another division of the same elements reads them as well, also a single process
 without a fleet, and programs that use ``torch.distributed.checkpoint`` (DCP). Ranks must see the same file system.
 

@@ -130,6 +130,10 @@ class CheckpointGroup:
         """Return the name of each trained parameter."""
         return {tensor: slot.name for slot, tensor in self.places}
 
+    def alike(self) -> Mapping[str, torch.Tensor]:
+        """Return what has the same bits on all ranks that save together, by name."""
+        return {slot.name: tensor.detach() for slot, tensor in self.places}
+
     def names_by_group(self) -> list[list[str]]:
         """Return the names of the trained parameters in each of the optimizer's groups."""
         names = self.names()

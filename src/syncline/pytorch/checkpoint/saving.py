@@ -203,10 +203,9 @@ def _plain(extra: Any) -> Any:
 
 
 def _owned_state(model: nn.Module, group: CheckpointGroup, entries: Sequence[StateEntry]) -> SavedState:
-    """Return what this rank writes: the state that it owns, and on rank 0 the model and the hyper-parameters."""
+    """Return what this rank writes: its part of the model, the state that it owns, and on rank 0 hyper-parameters."""
     state = SavedState()
-    if group.rank == 0:
-        state.add_model(model)
+    state.add_model(model, group.alike(), rank=group.rank, world_size=group.world_size)
     state.add_entries(entries, group.slots())
     if group.rank == 0 and group.optimizer is not None:
         state.add_groups(group.optimizer.param_groups, group.names())

@@ -58,14 +58,30 @@ class SavedState:
     chunks: list[Chunk] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
 
-    def add_model(self, model: nn.Module) -> None:
-        """Add all tensors of a model's ``state_dict``, whole."""
-        for name, value in model.state_dict().items():
+    def add_model(
+        self, model: nn.Module, alike: Mapping[str, torch.Tensor] | None = None, *, rank: int = 0, world_size: int = 1
+    ) -> None:
+        """Add a model's ``state_dict``: this rank's even part of what is ``alike`` on all, and on rank 0 all the rest.
+
+        Tensors are cut between rows, so that the sizes of parts differ by a row at most.
+        """
+        values = model.state_dict()
+        for name, value in values.items():
             if not isinstance(value, torch.Tensor):
                 raise CheckpointError(
                     f"{name!r} of the model's state_dict is a {type(value).__name__}; only tensors are saved; use extra"
                 )
-            self._add(f"{MODEL_PREFIX}{name}", value)
+        # what a hook has put there in a parameter's place may differ
+        divided = {name for name, tensor in (alike or {}).items() if _is_same(tensor, values.get(name))}
+        num_bytes, seen = sum(values[name].nbytes for name in divided), 0
+        for name, value in values.items():
+            if name not in divided:
+                if rank == 0:
+                    self._add(f"{MODEL_PREFIX}{name}", value)
+                continue
+            edges = (place * num_bytes / world_size - seen for place in (rank, rank + 1))
+            self.chunks.extend(_rows_between(f"{MODEL_PREFIX}{name}", value, *edges))
+            seen += value.nbytes
 
     def add_entries(self, entries: Iterable[StateEntry], slots: Mapping[str, Slot]) -> None:
         """Add optimizer state that a rank owns."""
@@ -108,6 +124,24 @@ class CheckpointState:
         """Note that elements are wanted."""
         if target.numel():
             self.wanted += chunks_of(f"{self._prefix}{slot.name}.{key}", slot, start, target)
+
+
+def _is_same(tensor: torch.Tensor, value: torch.Tensor | None) -> bool:
+    """Whether ``value`` is the tensor itself, of which something is to be written."""
+    return (
+        value is not None and value.nbytes > 0 and (value.data_ptr(), value.shape) == (tensor.data_ptr(), tensor.shape)
+    )
+
+
+def _rows_between(name: str, value: torch.Tensor, start: float, stop: float) -> Iterator[Chunk]:
+    """Yield the rows of a tensor that lie nearest to its bytes from ``start`` to ``stop``, if there are any."""
+    rows = value if value.dim() else value[None]
+    first, last = (min(max(round(edge * len(rows) / value.nbytes), 0), len(rows)) for edge in (start, stop))
+    if last - first == len(rows):
+        yield Chunk.whole(name, value)
+    elif first < last:
+        offset = (first, *(0 for _ in value.shape[1:]))
+        yield Chunk(name=name, size=tuple(value.shape), offset=offset, tensor=value[first:last])
 
 
 def chunks_of(name: str, slot: Slot, start: int, flat: torch.Tensor) -> list[Chunk]:
