@@ -42,7 +42,6 @@ from syncline.priorities.forward_timing import (
 from syncline.priorities.settings import Priorities
 from syncline.report import format_rates, network_links
 from syncline.report.terminal import new_table
-from syncline.runtime.plans import Plans
 from syncline.schedule import Collective, predict
 from syncline.topology import DirectedLink, Direction, Link, Topology
 from syncline.units import format_duration, format_rate, format_size, parse_size
@@ -272,6 +271,8 @@ def plan_classes(
 
     The transfer rate is the predicted all-gather's of all bytes; times of issue are those that the model assumes.
     """
+    from syncline.runtime.plans import Plans  # which plans alone do not need
+
     priorities = topology.priorities or Priorities()
     total = max(1, sum(num_bytes))
     plans = Plans(topology, slice_bytes=None)
