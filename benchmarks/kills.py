@@ -58,9 +58,10 @@ class Watched:
         for path in self.folder.glob("*.jsonl"):
             with path.open() as log:
                 log.seek(self._places.get(path.stem, 0))
-                whole = [line for line in log.readlines() if line.endswith("\n")]
-            self._places[path.stem] = self._places.get(path.stem, 0) + sum(map(len, whole))
-            self.lines.setdefault(path.stem, []).extend(map(json.loads, whole))
+                text = log.read()  # at once: what is written meanwhile may be the rest of a line
+            whole = text[: text.rfind("\n") + 1]
+            self._places[path.stem] = self._places.get(path.stem, 0) + len(whole)
+            self.lines.setdefault(path.stem, []).extend(map(json.loads, whole.splitlines()))
 
     def ranks(self) -> dict[int, int]:
         """Return the rank of each process that makes steps now."""

@@ -138,10 +138,11 @@ class Acceptor:
             return
         if isinstance(error, CalledError) and self._on_call(error.message, sock):
             return
-        sock.close()
         if isinstance(error, AskedError):
+            sock.close()
             return
-        self.num_refused += 1
+        self.num_refused += 1  # before the other side sees the end
+        sock.close()
         self.last_refusal = error.refusal.name if isinstance(error, RefusedError) else type(error).__name__
         if isinstance(error, RefusedError) and error.refusal is not Refusal.GARBAGE:
             self.last_remedy = str(error)
