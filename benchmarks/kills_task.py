@@ -8,7 +8,7 @@ order, and one process can come to the same bits.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import importlib
 import json
 import os
 import sys
@@ -92,13 +92,8 @@ class StepLog:
 
 def load(path: Path) -> Any:
     """Return a program as a module."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
+    sys.path.append(str(path.parent))
+    return importlib.import_module(path.stem)
 
 
 def load_example(name: str) -> Any:

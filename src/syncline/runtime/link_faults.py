@@ -42,132 +42,149 @@ class Flow(NamedTuple):
 
 Flows = Mapping[tuple[int, int], Flow]
 """In a second, by the ranks that send and receive."""
+Speed = tuple[float, float]
+"""Of a flow while something of it is under way: bytes per second, and those as a part of what its path should give."""
 
 
-def watched_links(topology: Topology) -> dict[DirectedLink, float]:
-    """Return each direction of a link with its rate (bytes per second; without end if unknown), alike on all ranks."""
-    both = [(DirectedLink(name, "up"), DirectedLink(name, "down")) for name, _ in topology.links()]
-    return {link: topology.bytes_per_s(link) for ways in both for link in ways}
+class LinkWatch:
+    """The links of a topology, each direction with its rate (bytes per second; without end if unknown)."""
 
-
-def flows_on_links(flows: Flows, topology: Topology) -> dict[DirectedLink, list[tuple[int, int]]]:
-    """Return the flows that cross each link."""
-    crossing: defaultdict[DirectedLink, list[tuple[int, int]]] = defaultdict(list)
-    for pair in flows:
-        for link in topology.route(*pair):
-            crossing[link].append(pair)
-    return crossing
-
-
-def find_bad_links(flows: Flows, topology: Topology, waited: float) -> tuple[tuple[str, ...], str]:
-    """Return the links that hold ranks up, by their lower ends, and how; nothing where none are known to.
-
-    ``waited`` is the part of the time in which ranks wait. Several are named where the flows do not tell them apart.
-    """
-    if waited < LEAST_WAIT:
-        return (), ""
-    network = _Network(flows, topology)
-    lossy, lost = network.lossy()
-    full = network.full(waited)
-    if full is not None:
-        also = f", {lost:.0%} of what is sent there is lost" if full in lossy else ""
-        used = f"{network.use(full):.0%} of {format_rate(network.rates[full])} is used ({full}){also}"
-        return (full.child,), f"{used}, and they wait {waited:.0%} of the time"
-    slow, how = network.slow(waited)
-    if lossy:
-        what = f"{lost:.1%} of what is sent there is lost, and sent again ({_listed(lossy)})"
-        what += f"; {how}" if {link.child for link in lossy} & {link.child for link in slow} else ""
-    else:
-        what = how
-    children = tuple(dict.fromkeys(link.child for link in lossy or slow))[:MOST_NAMES]
-    return children, f"{what}; they wait {waited:.0%} of the time" if children else ""
-
-
-class _Network:
-    """The flows of a second, and the links that they cross. Those within a host may be full as well."""
-
-    def __init__(self, flows: Flows, topology: Topology) -> None:
-        self.rates = watched_links(topology)
+    def __init__(self, topology: Topology) -> None:
+        both = [(DirectedLink(name, "up"), DirectedLink(name, "down")) for name, _ in topology.links()]
+        self.rates = {link: topology.bytes_per_s(link) for ways in both for link in ways}
         between = {node.name for node in topology.walk() if isinstance(node, Host | Switch)}
-        self._between = [link for link in self.rates if link.child in between]
-        self._flows = flows
-        self._routes = {pair: topology.route(*pair) for pair in flows}
-        self._crossing = flows_on_links(flows, topology)
+        self.between = [link for link in self.rates if link.child in between]
+        """Those that are no host's own, which may be full as well."""
+        self._topology = topology
+        self._routes: dict[tuple[int, int], tuple[DirectedLink, ...]] = {}
+
+    def route(self, pair: tuple[int, int]) -> tuple[DirectedLink, ...]:
+        """Return the links that lead from one rank to another."""
+        if pair not in self._routes:
+            self._routes[pair] = tuple(self._topology.route(*pair))
+        return self._routes[pair]
+
+    def find_bad(self, flows: Flows, waited: float) -> tuple[tuple[str, ...], str]:
+        """Return the links that hold ranks up, by their lower ends, and how; nothing where none are known to.
+
+        ``waited`` is the part of the time in which ranks wait. Several are named where the flows do not tell them
+        apart.
+        """
+        return LinkLoads(flows, self).find_bad(waited) if waited >= LEAST_WAIT else ((), "")
+
+
+class LinkLoads:
+    """What flows put on each link that they cross: all together, and for how long the busiest has something there."""
+
+    def __init__(self, flows: Flows, watch: LinkWatch) -> None:
+        self._flows, self._watch = flows, watch
+        self._crossing: defaultdict[DirectedLink, list[tuple[int, int]]] = defaultdict(list)
+        for pair in flows:
+            for link in watch.route(pair):
+                self._crossing[link].append(pair)
+        self.totals = {
+            link: Flow(*map(sum, zip(*(flows[pair] for pair in pairs), strict=True)))
+            for link, pairs in self._crossing.items()
+        }
+        self._busiest = {
+            link: min(1.0, max(flows[pair].busy_s for pair in pairs)) for link, pairs in self._crossing.items()
+        }
 
     def use(self, link: DirectedLink) -> float:
         """Return the part of a link's rate that is used."""
-        return self._sum(link, "sent_bytes") / self.rates[link]
+        return self.totals[link].sent_bytes / self._watch.rates[link] if link in self.totals else 0.0
 
-    def full(self, waited: float) -> DirectedLink | None:
+    def lost(self, link: DirectedLink) -> float:
+        """Return the part of what is sent on a link that is lost."""
+        return self.totals[link].lost_bytes / max(1.0, self.totals[link].sent_bytes) if link in self.totals else 0.0
+
+    def find_bad(self, waited: float) -> tuple[tuple[str, ...], str]:
+        """Return what :meth:`LinkWatch.find_bad` does."""
+        lossy, lost = self._lossy()
+        full = self._full(waited)
+        if full is not None:
+            also = f", {lost:.0%} of what is sent there is lost" if full in lossy else ""
+            used = f"{self.use(full):.0%} of {format_rate(self._watch.rates[full])} is used ({full}){also}"
+            return (full.child,), f"{used}, and they wait {waited:.0%} of the time"
+        slow, how = self._slow(waited)
+        if lossy:
+            what = f"{lost:.1%} of what is sent there is lost, and sent again ({_listed(lossy)})"
+            what += f"; {how}" if {link.child for link in lossy} & {link.child for link in slow} else ""
+        else:
+            what = how
+        children = tuple(dict.fromkeys(link.child for link in lossy or slow))[:MOST_NAMES]
+        return children, f"{what}; they wait {waited:.0%} of the time" if children else ""
+
+    def _full(self, waited: float) -> DirectedLink | None:
         """Return the link of which most is used, if that is much."""
-        fullest = max(self._crossing, key=self.use, default=None)
+        fullest = max(self.totals, key=self.use, default=None)
         return fullest if fullest is not None and self.use(fullest) >= max(LEAST_USE, 0.8 * waited) else None
 
-    def lossy(self) -> tuple[list[DirectedLink], float]:
+    def _lossy(self) -> tuple[list[DirectedLink], float]:
         """Return the links that lose what is sent on them, and the part: what was lost crossed them."""
-        lost = {link: self._sum(link, "lost_bytes") for link in self._crossing}
-        parts = {link: lost[link] / max(1.0, self._sum(link, "sent_bytes")) for link in lost}
-        explained = {link: parts[link] * lost[link] for link in self._between if parts.get(link, 0.0) >= LEAST_LOST}
+        explained = {
+            link: self.lost(link) * self.totals[link].lost_bytes
+            for link in self._watch.between
+            if self.lost(link) >= LEAST_LOST
+        }
         most = max(explained.values(), default=0.0)
-        best = [link for link in self._between if explained.get(link, 0.0) >= ALIKE * most > 0]
-        return best, max((parts[link] for link in best), default=0.0)
+        best = [link for link in explained if explained[link] >= ALIKE * most]
+        return best, max(map(self.lost, best), default=0.0)
 
-    def slow(self, waited: float) -> tuple[list[DirectedLink], str]:
+    def _slow(self, waited: float) -> tuple[list[DirectedLink], str]:
         """Return the links that are far below their rates, with something under way for as long as ranks wait."""
         speeds = self._speeds()
-        found = [link for link in self._between if self._is_slow(link, waited, speeds)]
-        under_way = {link: self._sum(link, "busy_s") for link in found}
-        names = [link for link in found if under_way[link] >= 0.95 * max(under_way.values())]
+        fastest = tuple(map(max, zip(*speeds.values(), strict=True)))
+        found = [link for link in self._watch.between if self._is_slow(link, waited, speeds, fastest)]
+        most = max((self.totals[link].busy_s for link in found), default=0.0)
+        names = [link for link in found if self.totals[link].busy_s >= 0.95 * most]
         if not names:
             return [], ""
-        link = max(names, key=under_way.__getitem__)
-        carried = f"{format_rate(self._carried(link))} of {format_rate(self.rates[link])}"
+        link = max(names, key=lambda one: self.totals[one].busy_s)
+        carried = f"{format_rate(self._carried(link))} of {format_rate(self._watch.rates[link])}"
         how = (
-            f"messages were under way there ({_listed(names)}) for {self._busiest(link):.0%} of the time, at {carried}"
+            f"messages were under way there ({_listed(names)}) for {self._busiest[link]:.0%} of the time, at {carried}"
         )
         return names, how
 
     def _is_slow(
-        self, link: DirectedLink, waited: float, speeds: Mapping[tuple[int, int], tuple[float, float]]
+        self, link: DirectedLink, waited: float, speeds: Mapping[tuple[int, int], Speed], fastest: Sequence[float]
     ) -> bool:
         here = [speeds[pair] for pair in self._crossing.get(link, ()) if pair in speeds]
-        if not here or self._busiest(link) < 0.8 * waited:
+        if not here or self._busiest[link] < 0.8 * waited:
             return False
-        if math.isinf(self.rates[link]) or self._carried(link) > MOST_SLOW_PART * self.rates[link]:
+        rate = self._watch.rates[link]
+        if math.isinf(rate) or self._carried(link) > MOST_SLOW_PART * rate:
             return False
+        least = [LEAST_CONTRAST * max(across) for across in zip(*here, strict=True)]
+        if any(speed < bound for speed, bound in zip(fastest, least, strict=True)):
+            return False  # as on most links of a network where all is alike, which would take long to compare
         # Acknowledgements wait behind the data of the other direction, so that may be slow as well.
-        others = [
-            speed
-            for pair, speed in speeds.items()
-            if all(crossed.child != link.child for crossed in self._routes[pair])
-        ]
+        near = {*self._crossing.get(DirectedLink(link.child, "up"), ())}
+        near.update(self._crossing.get(DirectedLink(link.child, "down"), ()))
+        others = [speed for pair, speed in speeds.items() if pair not in near]
         return bool(others) and all(
-            median(elsewhere) >= LEAST_CONTRAST * max(across)
-            for elsewhere, across in zip(zip(*others, strict=True), zip(*here, strict=True), strict=True)
+            median(elsewhere) >= bound for elsewhere, bound in zip(zip(*others, strict=True), least, strict=True)
         )
 
-    def _speeds(self) -> dict[tuple[int, int], tuple[float, float]]:
+    def _speeds(self) -> dict[tuple[int, int], Speed]:
         """Return the rate of each flow that tells one, and the same as a part of its share of the path's links."""
+        shares = {
+            link: self._watch.rates[link] * self._busiest[link] / total.busy_s
+            for link, total in self.totals.items()
+            if total.busy_s and not math.isinf(self._watch.rates[link])
+        }
         found = {}
         for pair, flow in self._flows.items():
-            shares = [
-                self.rates[link] * self._busiest(link) / self._sum(link, "busy_s")
-                for link in self._routes[pair]
-                if flow.busy_s >= LEAST_BUSY and not math.isinf(self.rates[link])
-            ]
-            if shares and flow.sent_bytes >= LEAST_BYTES_PER_S:
+            if flow.busy_s >= LEAST_BUSY and flow.sent_bytes >= LEAST_BYTES_PER_S:
+                share = min((shares[link] for link in self._watch.route(pair) if link in shares), default=0.0)
                 rate = flow.sent_bytes / flow.busy_s
-                found[pair] = rate, rate / min(shares)
+                if share:
+                    found[pair] = rate, rate / share
         return found
 
     def _carried(self, link: DirectedLink) -> float:
-        return self._sum(link, "sent_bytes") / max(self._busiest(link), 1e-9)
-
-    def _busiest(self, link: DirectedLink) -> float:
-        return min(1.0, max(self._flows[pair].busy_s for pair in self._crossing[link]))
-
-    def _sum(self, link: DirectedLink, counter: str) -> float:
-        return sum(float(getattr(self._flows[pair], counter)) for pair in self._crossing[link])
+        return self.totals[link].sent_bytes / max(self._busiest[link], 1e-9)
 
 
 def _listed(links: Sequence[DirectedLink]) -> str:

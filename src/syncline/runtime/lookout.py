@@ -25,7 +25,7 @@ from syncline.errors import escape_text
 from syncline.fabric import FabricStatistics
 from syncline.fabric.progress import BACKWARD, ELSEWHERE, FORWARD, PHASES, STEP, Progress
 from syncline.runtime.control import ControlError
-from syncline.runtime.link_faults import Flow, find_bad_links, flows_on_links, watched_links
+from syncline.runtime.link_faults import Flow, LinkLoads, LinkWatch
 from syncline.runtime.statistics import FleetStatistics
 from syncline.runtime.whereabouts import NO_LOOKS, Looks, ThreadWatch
 from syncline.topology import Topology
@@ -215,7 +215,7 @@ class Lookout:
         behind_s: float,
         now_s: float,
     ) -> None:
-        self._topology = topology
+        self._links = LinkWatch(topology)
         self._describe = describe
         self._examine = examine
         self._behind_s = behind_s
@@ -275,14 +275,12 @@ class Lookout:
         """Return what is known of all ranks now, over the last seconds, as JSON has it; what is not known is None."""
         ranks = [self._view_rank(rank, heard, now_s) for rank, heard in sorted(self._heard.items())]
         flows = {(rank, peer): flow for rank, one in self._heard.items() for peer, flow in self._view_flows(one)}
-        crossing = flows_on_links(flows, self._topology)
-        links: list[dict[str, Any]] = []
-        for link, rate in watched_links(self._topology).items():
-            sent = sum(flows[pair].sent_bytes for pair in crossing.get(link, ()))
-            lost = sum(flows[pair].lost_bytes for pair in crossing.get(link, ()))
-            if ranks and math.isfinite(rate):
-                told = {"link": str(link), "rate": rate, "use": sent / rate, "lost": lost / sent if sent else 0.0}
-                links.append(told)
+        loads = LinkLoads(flows, self._links)
+        links: list[dict[str, Any]] = [
+            {"link": str(link), "rate": rate, "use": loads.use(link), "lost": loads.lost(link)}
+            for link, rate in self._links.rates.items()
+            if ranks and math.isfinite(rate)
+        ]
         links.sort(key=lambda link: -link["use"])
         return {"seconds": now_s - self._began_s, "ranks": ranks, "links": links, "said": list(self._said)}
 
@@ -435,7 +433,7 @@ class Lookout:
     def _bad_link(self, shares: Mapping[int, Share]) -> tuple[str, str]:
         """Return the links that hold ranks up; who was named stays named while it is among them."""
         flows = {(rank, peer): flow for rank, share in shares.items() for peer, flow in share.flows.items()}
-        links, how = find_bad_links(flows, self._topology, median(share.waited for share in shares.values()))
+        links, how = self._links.find_bad(flows, median(share.waited for share in shares.values()))
         if set(links) & set(self._bad_links):
             if _name_of(self._bad_links) == self._named:
                 links = self._bad_links

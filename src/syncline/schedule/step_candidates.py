@@ -27,6 +27,7 @@ from syncline.schedule.safest import safest, supposed_network
 from syncline.schedule.step_flow import STEP, Limits, StepFlow, solve_step_flow
 from syncline.schedule.step_prediction import Pair, StepPrediction, predict_pair, shares_of
 from syncline.schedule.verifier import split_at_owners
+from syncline.schedule.weighted_tree import draft_portions, draft_weighted_tree
 from syncline.topology import Topology
 
 Cap = Annotated[float, Bounds(1, below=math.inf)]
@@ -256,7 +257,9 @@ def _halves_of_all_reduces(topology: Topology) -> Iterator[Pair]:
     for planner in planners_for(topology):
         if not planner.serves(topology, Collective.ALL_REDUCE):
             continue
-        halves = split_at_owners(planner.draft(topology, Collective.ALL_REDUCE, target="balanced", root=0))
+        # an in-tree for each owner is a candidate of its own, with both halves one after the other
+        draw = draft_portions if planner.draft is draft_weighted_tree else planner.draft
+        halves = split_at_owners(draw(topology, Collective.ALL_REDUCE, target="balanced", root=0))
         if halves is not None:
             yield halves
 

@@ -12,6 +12,7 @@ the tree planner's, with up to twice as many steps where sums meet on their way.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from syncline.arguments import checked
@@ -60,6 +61,15 @@ def draft_weighted_tree(
     topology: Topology, collective: Collective, *, target: Target = "balanced", root: int = 0
 ) -> Draft:
     """Draw what :func:`plan_weighted_tree` verifies."""
+    draft = draft_portions(topology, collective, target=target, root=root)
+    may_flow = collective is Collective.ALL_REDUCE and len(topology.speakers) == topology.num_ranks <= MOST_RANKS
+    if not may_flow or _over_bound(draft, topology, target) <= FAR:
+        return draft
+    return _fastest([draft, _draft_flows(topology)], topology)
+
+
+def draft_portions(topology: Topology, collective: Collective, *, target: Target = "balanced", root: int = 0) -> Draft:
+    """Draw the same without an in-tree for each owner."""
 
     def draw(fractions: Fractions) -> Draft:
         return draft_tree(topology, collective, fractions=fractions, target=target, root=root, planner=_NAME)
@@ -67,16 +77,12 @@ def draft_weighted_tree(
     drafts = [draw({})]
     if _may_aggregate_elsewhere(topology, collective, target):
         drafts.append(draft_with_aggregation_ranks(topology, collective, planner=_NAME))
-    over = min(_over_bound(draft, topology, target) for draft in drafts)
-    if over > 1 + _CLOSE_ENOUGH:
+    if min(_over_bound(draft, topology, target) for draft in drafts) > 1 + _CLOSE_ENOUGH:
         drafts += [draw(fractions) for fractions in _candidates(topology, collective, target) if fractions]
-        over = min(_over_bound(draft, topology, target) for draft in drafts)
-    if (
-        over > FAR
-        and collective is Collective.ALL_REDUCE
-        and len(topology.speakers) == topology.num_ranks <= MOST_RANKS
-    ):
-        drafts.append(_draft_flows(topology))
+    return _fastest(drafts, topology)
+
+
+def _fastest(drafts: Iterable[Draft], topology: Topology) -> Draft:
     return fastest((draft, predict(draft, topology, _COMPARED_AT_BYTES)) for draft in drafts)
 
 

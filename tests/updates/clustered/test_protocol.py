@@ -276,13 +276,19 @@ def test_strangers_and_terms_far_away_are_refused() -> None:
         assert node.num_refused == refused + 1
 
 
-def test_who_is_drawn_by_others_hears_them_once_it_knows_of_the_death_itself() -> None:
+def one_died_and_one_knows() -> tuple[World, int, int, int]:
+    """Return a world, who died there, who is drawn in its place and has mail of the third, and the third."""
     first, successor, other = draw_order(JOB, 0, (0, 1, 2))
     world = World(((0, 1, 2),), RecordSchedule(period=1, reelect_every=9, has_outer_rounds=False), num_records=1)
     world.kill(first)
     world.notice(other, first)
     while world.mail.get((other, successor)):
         world.happen(("deliver", other, successor))
+    return world, first, successor, other
+
+
+def test_who_is_drawn_by_others_hears_them_once_it_knows_of_the_death_itself() -> None:
+    world, first, successor, _ = one_died_and_one_knows()
     node = world.players[successor].node
     assert (dict(node.servers), node.num_refused) == ({}, 0)
     world.notice(successor, first)
@@ -292,12 +298,7 @@ def test_who_is_drawn_by_others_hears_them_once_it_knows_of_the_death_itself() -
 
 
 def test_of_who_dies_before_that_nothing_is_heard() -> None:
-    first, successor, other = draw_order(JOB, 0, (0, 1, 2))
-    world = World(((0, 1, 2),), RecordSchedule(period=1, reelect_every=9, has_outer_rounds=False), num_records=1)
-    world.kill(first)
-    world.notice(other, first)
-    while world.mail.get((other, successor)):
-        world.happen(("deliver", other, successor))
+    world, _, successor, other = one_died_and_one_knows()
     world.kill(other)
     world.notice(successor, other)
     assert world.players[successor].node.num_refused == 2  # that it joins, and what it contributes
