@@ -25,7 +25,8 @@ from overlapped_tasks import TASKS, Task
 
 from syncline.pytorch.flatten import flatten, plan_model, trained_parameters
 from syncline.updates import Overlapped
-from syncline.updates.overlapped.events import Keep, Push, Send, Use
+from syncline.updates.overlapped.server import Push
+from syncline.updates.overlapped.worker import Keep, Send, Use
 
 OPTIMIZERS = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 

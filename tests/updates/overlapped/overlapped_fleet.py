@@ -11,20 +11,18 @@ from collections import Counter, deque
 from dataclasses import replace
 from fractions import Fraction
 
-from syncline.updates.overlapped.events import (
+from syncline.updates.overlapped.server import (
     Average,
     Clear,
     End,
     Fold,
-    Keep,
     Push,
     Reply,
     ReplyAverage,
-    Send,
     ServerInstruction,
+    ServerShard,
 )
-from syncline.updates.overlapped.server import ServerShard
-from syncline.updates.overlapped.worker import BucketWorker, PeriodClock
+from syncline.updates.overlapped.worker import BucketWorker, Keep, PeriodClock, Send
 
 
 class FleetWorker:

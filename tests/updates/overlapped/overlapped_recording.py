@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from syncline.updates.overlapped.events import Average, Clear, Fold, Keep, Send, Use
+from syncline.updates.overlapped.server import Average, Clear, Fold
+from syncline.updates.overlapped.worker import Keep, Send, Use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

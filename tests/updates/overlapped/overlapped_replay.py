@@ -16,10 +16,10 @@ from overlapped_recording import Recorder, Redo, ServerNote, WorkerDecision
 
 from syncline.updates.bucket import Bucket
 from syncline.updates.flat import shares, sum_dtype
-from syncline.updates.overlapped.arithmetic import Feed, add_mean, average, correction, own_inside
-from syncline.updates.overlapped.events import Keep, Send, Use
+from syncline.updates.overlapped.link import Feed, add_mean, average, correction, own_inside
 from syncline.updates.overlapped.rebase import Collect, Rebase, Runs
 from syncline.updates.overlapped.rule import Overlapped
+from syncline.updates.overlapped.worker import Keep, Send, Use
 from syncline.updates.rounds.moves import exponent_for, from_steps, largest_move, to_steps
 
 

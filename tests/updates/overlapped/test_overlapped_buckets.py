@@ -13,9 +13,8 @@ from overlapped_training import one_step, start
 
 from small_regression import parameters_of
 from syncline.updates import Overlapped
-from syncline.updates.overlapped.events import End, Push, Reply, ReplyAverage, Send
-from syncline.updates.overlapped.server import ServerShard
-from syncline.updates.overlapped.worker import BucketWorker, PeriodClock
+from syncline.updates.overlapped.server import End, Push, Reply, ReplyAverage, ServerShard
+from syncline.updates.overlapped.worker import BucketWorker, PeriodClock, Send
 from thread_fleets import run_fleets
 
 Choice = tuple[str, int, int]

@@ -9,7 +9,7 @@ from syncline.fabric.slice_executor import CALL_TAGS, SLICE_TAGS
 from syncline.members import QuorumLostError
 from syncline.pytorch.checkpoint import load_checkpoint
 from syncline.updates import Overlapped
-from syncline.updates.overlapped.messages import DOWN
+from syncline.updates.overlapped.link import DOWN
 from thread_fleets import run_fleets
 
 

@@ -11,10 +11,11 @@ from syncline.errors import ConfigurationError
 from syncline.topology import Topology
 from syncline.updates.messaging.driver import LeftBehind
 from syncline.updates.messaging.mailbox import decode_record, encode_record
-from syncline.updates.overlapped.arithmetic import Feed, add_mean, average, correction
-from syncline.updates.overlapped.events import End, Hello, Push, Reply, ReplyAverage, Use
-from syncline.updates.overlapped.messages import Answer, BucketLayout, Note, Question
+from syncline.updates.overlapped.link import BucketLayout, Feed, add_mean, average, correction
 from syncline.updates.overlapped.placement import capacity_bytes_per_s, place_shards, server_ranks
+from syncline.updates.overlapped.server import End, Hello, Push, Reply, ReplyAverage
+from syncline.updates.overlapped.server_client import Answer, Note, Question
+from syncline.updates.overlapped.worker import Use
 
 SLOW_RANK = """
 topology: one slow link

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 from overlapped_fleet import Fleet
 
-from syncline.updates.overlapped.events import Push
+from syncline.updates.overlapped.server import Push
 
 
 def repeat_something(fleet: Fleet, chance: random.Random) -> None:

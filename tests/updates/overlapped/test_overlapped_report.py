@@ -9,8 +9,8 @@ from overlapped_training import one_step, start
 from small_regression import make_adam
 from syncline.observe import Trace
 from syncline.updates import Overlapped
-from syncline.updates.overlapped.events import Send
-from syncline.updates.overlapped.statistics import OverlappedStatistics
+from syncline.updates.overlapped.server_client import OverlappedStatistics
+from syncline.updates.overlapped.worker import Send
 from thread_fleets import run_fleets
 
 NUM_RANKS, NUM_STEPS, PERIOD = 3, 16, 8

@@ -1,16 +1,6 @@
 """The server shard's decisions, event by event: instruction lists are compared whole."""
 
-from syncline.updates.overlapped.events import (
-    Average,
-    Clear,
-    End,
-    Fold,
-    Hello,
-    Push,
-    Reply,
-    ReplyAverage,
-)
-from syncline.updates.overlapped.server import ServerShard
+from syncline.updates.overlapped.server import Average, Clear, End, Fold, Hello, Push, Reply, ReplyAverage, ServerShard
 
 
 def push(worker: int, round_number: int, *, period: int = 0, weight: float = 8.0, iteration: int | None = None) -> Push:

@@ -13,10 +13,9 @@ from syncline.errors import PeerLostError, UpdateError
 from syncline.members import QuorumLostError
 from syncline.topology import Topology
 from syncline.updates import Overlapped
-from syncline.updates.overlapped.link import WorkerLink
-from syncline.updates.overlapped.messages import Message
+from syncline.updates.overlapped.link import Message, WorkerLink
 from syncline.updates.overlapped.placement import Move, Succession
-from syncline.updates.overlapped.tree_end import TreeMean
+from syncline.updates.overlapped.server_client import TreeMean
 from syncline.updates.rounds.moves import Round
 from thread_fleets import run_fleets, run_over_tcp
 

@@ -1,7 +1,7 @@
 """A worker's decisions for one bucket, call by call, and its iteration numbers."""
 
-from syncline.updates.overlapped.events import Keep, Push, Reply, Send, Use
-from syncline.updates.overlapped.worker import BucketWorker, PeriodClock
+from syncline.updates.overlapped.server import Push, Reply
+from syncline.updates.overlapped.worker import BucketWorker, Keep, PeriodClock, Send, Use
 
 
 def make(*, window: int = 3) -> BucketWorker:

@@ -57,18 +57,16 @@ the average at the end is weighted by the samples that each really used. With M 
 **A period ends** when each worker that lives has sent its parameters. The server adds them in rank order in float64
 and sends everyone the same bytes. Then rounds and sums begin anew, and what still arrives for the old period is
 dropped. Where every rank is a worker and every global gradient needs all of them, the parameters do not pass through
-servers but are summed on the planner's tree (:mod:`.tree_end`); a worker then only tells the servers that it *stops*,
-and the first message of a new period begins that. Towards the end a worker makes no pushes that could not come back in
-time.
+servers but are summed on the planner's tree (:class:`.server_client.TreeMean`); a worker then only tells the servers
+that it *stops*, and the first message of a new period begins that. Towards the end a worker makes no pushes that could
+not come back in time.
 
 **Losses.** A worker that dies is not waited for. If it was a server too, the next living rank in a circle takes over
 its shards. What lay at the dead server is forgotten, so own gradients that were out stay steps of their workers; until
 the period ends they may differ by what only some of them had pulled. The successor first hears from every worker which
 period it is in, and with which parameters that began, since one may have received the last average and another not.
 
-Modules, from decisions to threads: :mod:`.events`, :mod:`.server`, :mod:`.worker` (no I/O, no torch);
-:mod:`.messages`, :mod:`.placement`, :mod:`.arithmetic`; :mod:`.hosted` (a server shard at work), :mod:`.link` (a
-worker's side), :mod:`.server_client` (one rank, a driver as
-:mod:`syncline.updates.messaging` has them), :mod:`.tree_end`;
-:mod:`.rebase`; :mod:`.rule` (what the user writes).
+Modules, from decisions to threads: :mod:`.server`, :mod:`.worker` (no I/O, no torch); :mod:`.placement`; :mod:`.link`
+(both ends of a bucket at work), :mod:`.server_client` (one rank, a driver as :mod:`syncline.updates.messaging` has
+them, and a period's end on the tree); :mod:`.rebase`; :mod:`.rule` (what the user writes).
 """

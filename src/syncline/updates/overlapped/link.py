@@ -1,27 +1,292 @@
-"""A worker's link to the server shard of one bucket: its pushes, its pulls, and the end of a period.
+"""The link of one bucket between a worker and its server shard: what travels, the sums of both ends, and the ends.
 
-The training thread calls ``step``, ``use``, ``hurry`` and the methods about the end of a period; the methods named
-``on_*`` and ``move`` run on the loop's thread. The lock of ``changed`` guards what both see; sums are made outside it,
-on memory that only the training thread has at that moment.
+    Push, End, Hello       worker to server: the bucket in its own number type
+    Reply, ReplyAverage    server to worker: the bucket in the type in which gradients are summed
+
+They are what one state machine says and the other is told, as records in a head of fixed size, with the bucket behind
+it. Messages of one direction have one size, whatever they say, so that a receive can be posted before it is known what
+will come.
+
+:class:`HostedShard` is on the loop's thread alone. Its memory: for each worker the pushes of open rounds (at most
+``window``, by which workers bound themselves), the message that comes next and one reply; one cumulative sum, and the
+average of a period's end.
+
+Of :class:`WorkerLink` the training thread calls ``step``, ``use``, ``hurry`` and the methods about the end of a period;
+the methods named ``on_*`` and ``move`` run on the loop's thread. The lock of ``changed`` guards what both see; sums are
+made outside it, on memory that only the training thread has at that moment.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import get_args
 
 import torch
 
+from syncline.fabric import BULK
 from syncline.observe import Trace
 from syncline.runtime.port import Port
-from syncline.updates.messaging.mailbox import MessageStream
-from syncline.updates.overlapped.arithmetic import Feed, correction, own_inside
-from syncline.updates.overlapped.events import End, Hello, Keep, Reply, ReplyAverage, Send
-from syncline.updates.overlapped.messages import DOWN, UP, BucketLayout, Message
+from syncline.tensors.memory import bytes_of
+from syncline.updates.flat import aligned, shares, sum_dtype, weighted_sum
+from syncline.updates.messaging.mailbox import MessageStream, decode_record, encode_record
 from syncline.updates.overlapped.placement import ServerLayout
 from syncline.updates.overlapped.rebase import Collect
-from syncline.updates.overlapped.worker import BucketWorker
+from syncline.updates.overlapped.server import (
+    Average,
+    Clear,
+    End,
+    Fold,
+    Hello,
+    Push,
+    Reply,
+    ReplyAverage,
+    ServerInstruction,
+    ServerShard,
+)
+from syncline.updates.overlapped.worker import BucketWorker, Keep, Send, Use
+
+Told = Push | End | Hello | Reply | ReplyAverage
+HEAD_BYTES, RANK_BYTES = 256, 12
+"""Room for the text of a record, and for each rank of whose pushes it says how many were dropped."""
+
+UP, DOWN = range(2)
+"""Kinds of messages on a bucket's stream: to its server, and from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketLayout:
+    """One bucket, as its messages have it; equal on every rank."""
+
+    index: int
+    stream: int
+    """Its messages' tags belong to this stream."""
+    connection_class: int
+    num_elements: int
+    dtype: torch.dtype
+    world_size: int
+
+    def open_messages(self, port: Port, *, epoch: int) -> MessageStream:
+        """Return the bucket's messages, after those of collectives; ``epoch`` counts the servers that it has had.
+
+        What a server sent before it left is received after that too: the last averages come so.
+        """
+        return MessageStream(
+            port,
+            self.stream,
+            urgency=BULK + self.index,
+            connection_class=self.connection_class,
+            epoch=epoch,
+            even_if_lost=True,
+        )
+
+    def make_up(self) -> Message:
+        """Return room for a message from a worker."""
+        return Message(self, self.dtype)
+
+    def make_down(self) -> Message:
+        """Return room for a message from the server."""
+        return Message(self, sum_dtype(self.dtype))
+
+
+class Message:
+    """A record and a bucket, one after another in memory."""
+
+    def __init__(self, layout: BucketLayout, dtype: torch.dtype) -> None:
+        self._num_elements = layout.num_elements
+        self._head_bytes = aligned(HEAD_BYTES + RANK_BYTES * layout.world_size)
+        self._bytes = torch.empty(self._head_bytes + layout.num_elements * dtype.itemsize, dtype=torch.uint8)
+        self.memory = bytes_of(self._bytes)
+        self.values = self.values_as(dtype)
+
+    def values_as(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the bucket's elements as ``dtype``, which must not be larger than the one it was made for."""
+        stop = self._head_bytes + self._num_elements * dtype.itemsize
+        return self._bytes[self._head_bytes : stop].view(dtype)
+
+    def write(self, record: Told) -> None:
+        """Let ``record`` be what it says."""
+        self.memory[: self._head_bytes] = encode_record(record).ljust(self._head_bytes)
+
+    def read(self) -> Told:
+        """Return what it says; raises ValueError if that is no record."""
+        record: Told = decode_record(bytes(self.memory[: self._head_bytes]), get_args(Told), "the overlapped update")[0]
+        return record
+
+
+# The sums of the overlapped update, in one fixed order each, so that a replay gives the same bits.
+#
+# Halves are summed as float32, everything else in its own type; averages of parameters are made in float64 and rounded
+# once.
+
+
+def add_mean(
+    cumulative: torch.Tensor,
+    gradients: Sequence[torch.Tensor],
+    weights: Sequence[float],
+    *,
+    scratch: torch.Tensor | None = None,
+) -> None:
+    """Add the weighted mean of ``gradients``, in their order, to ``cumulative``; ``scratch`` is overwritten."""
+    mean = torch.empty_like(cumulative) if scratch is None else scratch
+    cumulative.add_(weighted_sum(gradients, shares(weights), out=mean))
+
+
+def average(values: Sequence[torch.Tensor], weights: Sequence[float], *, out: torch.Tensor) -> None:
+    """Write the weighted mean of ``values``, in their order, to ``out``; of one value, that value."""
+    if len(values) == 1:
+        out.copy_(values[0])
+        return
+    out.copy_(weighted_sum(values, shares(weights), out=torch.empty(out.shape, dtype=torch.float64)))
+
+
+def correction(*, newest: torch.Tensor, base: torch.Tensor | None, subtract: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return what ``newest`` has over ``base``, less the own gradients that it holds."""
+    change = newest.clone() if base is None else newest - base
+    for own in subtract:
+        change.sub_(own.to(change.dtype))
+    return change
+
+
+def own_inside(use: Use, place: Callable[[int], torch.Tensor], gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the own gradients that are in what is used, by where they lie; ``gradient`` is this step's."""
+    own = tuple(place(number) for number in use.subtract)
+    return (*own, gradient) if use.replaces else own
+
+
+class Feed:
+    """How corrections come into the gradients that a worker's optimizer gets.
+
+    A correction is added to the gradient of the step at hand, be it for one round or for several. Where the network
+    does not keep up, a round stands for a run of r iterations, and its correction is r times as large; it is added in r
+    equal parts to the next r steps. The optimizer gets the same sum, in gradients of the size that it is used to; one
+    that is large and rare would make Adam's steps small for long.
+    """
+
+    def __init__(self) -> None:
+        self._part: torch.Tensor | None = None
+        self._num_left = 0
+
+    def take(
+        self,
+        gradient: torch.Tensor,
+        change: torch.Tensor,
+        use: Use,
+        own: Sequence[torch.Tensor],  # noqa: ARG002 - for Collect
+    ) -> None:
+        """Take what a :class:`Use` has changed; ``own`` are the own gradients in it."""
+        if use.replaces:
+            gradient.copy_(change)
+        elif use.run_length <= 1:
+            gradient.add_(change.to(gradient))
+        else:
+            if self._part is not None:
+                change.add_(self._part, alpha=self._num_left)
+            self._num_left = max(self._num_left, use.run_length)
+            self._part = change.div_(self._num_left)
+
+    def finish(self, gradient: torch.Tensor) -> None:
+        """Add this step's part of what is left, once in a step."""
+        if self._part is None:
+            return
+        gradient.add_(self._part.to(gradient))
+        self._num_left -= 1
+        if not self._num_left:
+            self._part = None
+
+    def clear(self) -> None:
+        """Forget what is left: a period begins."""
+        self._part = None
+        self._num_left = 0
+
+
+class HostedShard:
+    """The server shard of one bucket on this rank (loop thread only)."""
+
+    def __init__(
+        self,
+        port: Port,
+        layout: ServerLayout,
+        bucket: BucketLayout,
+        *,
+        epoch: int,
+        lost: Iterable[int] = (),
+    ) -> None:
+        """Host ``bucket`` from now on; ``epoch`` is the number of servers that it had before, which are dead."""
+        self.bucket = bucket
+        self.machine = ServerShard(
+            workers=layout.workers,
+            quorum=layout.quorum,
+            window=layout.window,
+            lost=[rank for rank in lost if rank in layout.workers],
+            succeeds=epoch > 0,
+            ends_elsewhere=layout.ends_on_tree and epoch == 0,
+            shrinks=layout.shrinks,
+        )
+        self._layout = layout
+        self._messages = bucket.open_messages(port, epoch=epoch)
+        self._cumulative = torch.zeros(bucket.num_elements, dtype=sum_dtype(bucket.dtype))
+        self._mean = torch.empty_like(self._cumulative)
+        self._average = torch.empty(0)
+        for worker in self.machine.alive:
+            self._post(worker)
+
+    def lose(self, worker: int) -> None:
+        """Go on without ``worker``."""
+        if worker in self.machine.alive:
+            self.obey(self.machine.lose(worker))
+
+    def stop(self, worker: int, *, period: int, last_round: int) -> None:
+        """Note that ``worker`` ended a period that is averaged elsewhere; it may say so before it knows of a move."""
+        if self._messages.epoch == 0 and worker in self.machine.alive:
+            self.obey(self.machine.stop(worker, period=period, last_round=last_round))
+
+    def retire(self) -> None:
+        """Do nothing more: the bucket begins again with a later epoch. What still comes lands, and is dropped."""
+        self._messages.retire()
+
+    def _post(self, worker: int) -> None:
+        """Wait for the worker's next message."""
+        message = self.bucket.make_up()
+        self._messages.receive(worker, UP, message.memory, partial(self._on_message, worker, message))
+
+    def _on_message(self, worker: int, message: Message) -> None:
+        if worker not in self.machine.alive:
+            return  # it was sent before this worker knew
+        event = message.read()
+        assert isinstance(event, Push | End | Hello)
+        self.obey(self.machine.hear(replace(event, worker=worker, payload=message.values)))
+        self._post(worker)
+
+    def obey(self, instructions: Iterable[ServerInstruction]) -> None:
+        """Do what the state machine says."""
+        for instruction in instructions:
+            if isinstance(instruction, Clear):
+                self._cumulative.zero_()
+            elif isinstance(instruction, Fold | Average):
+                self._sum(instruction)
+            elif isinstance(instruction, Reply):
+                self._reply(instruction, self._cumulative)
+            else:
+                dropped = tuple(self.machine.dropped(rank) for rank in range(self._layout.world_size))
+                self._reply(replace(instruction, dropped=dropped), self._average)
+
+    def _sum(self, instruction: Fold | Average) -> None:
+        values = [one.payload for one in instruction.contributions]
+        weights = [one.weight for one in instruction.contributions]
+        if isinstance(instruction, Fold):
+            add_mean(self._cumulative, values, weights, scratch=self._mean)
+        else:
+            self._average = torch.empty(self.bucket.num_elements, dtype=self.bucket.dtype)
+            average(values, weights, out=self._average)
+
+    def _reply(self, reply: Reply | ReplyAverage, values: torch.Tensor) -> None:
+        message = self.bucket.make_down()
+        message.write(reply)
+        message.values_as(values.dtype).copy_(values)
+        self._messages.send(reply.worker, DOWN, message.memory, lambda: self.obey(self.machine.replied(reply.worker)))
 
 
 class WorkerLink:

@@ -35,7 +35,7 @@ class ServerLayout:
     window: int
     """Pushes of one worker that may be out for one bucket."""
     ends_on_tree: bool = False
-    """Whether a period ends with a collective (see :mod:`.tree_end`), not through the servers."""
+    """Whether a period ends with a collective (see :class:`.server_client.TreeMean`), not through the servers."""
     shrinks: bool = False
     """Whether the quorum is all workers that live; then periods end through the servers once a rank is lost."""
 

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from syncline.updates.bucket import Bucket
-from syncline.updates.overlapped.events import Use
+from syncline.updates.overlapped.worker import Use
 
 # What the global gradient of an iteration will be, while it is still on its way: for the rule "rebase".
 #
@@ -146,7 +146,7 @@ class Pulled:
 
 
 class Collect:
-    """Takes corrections as :class:`.arithmetic.Feed` does, but keeps them for :class:`Rebase`."""
+    """Takes corrections as :class:`.link.Feed` does, but keeps them for :class:`Rebase`."""
 
     def __init__(self) -> None:
         self._pulled: Pulled | None = None

@@ -12,13 +12,10 @@ from syncline.arguments import Count, Whole, check_fields
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.updates.bucket import Bucket
 from syncline.updates.combinations import OF_INDEPENDENT_RANKS, WHOLE_STATE, Combination
-from syncline.updates.overlapped.arithmetic import Feed
-from syncline.updates.overlapped.messages import BucketLayout
+from syncline.updates.overlapped.link import BucketLayout, Feed
 from syncline.updates.overlapped.placement import DEDICATED, ServerLayout, place_shards, server_ranks
 from syncline.updates.overlapped.rebase import Collect, Rebase
-from syncline.updates.overlapped.server_client import ServerClient
-from syncline.updates.overlapped.statistics import OverlappedStatistics
-from syncline.updates.overlapped.tree_end import TreeMean
+from syncline.updates.overlapped.server_client import OverlappedStatistics, ServerClient, TreeMean
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import NonfiniteOrigin, Setting
 from syncline.updates.whole import WholeRule, WholeUpdater

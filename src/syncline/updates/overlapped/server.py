@@ -1,7 +1,8 @@
 """The server shard of one bucket, as a state machine: which gradients make a global one, and when a period ends.
 
 The rules are in the package's docstring. Each method that tells the shard of something returns what is to be done, in
-that order; nothing here waits, sends, or touches a gradient.
+that order; nothing here waits, sends, or touches a gradient. A *payload* is what comes with a message: it is never
+opened here.
 """
 
 from __future__ import annotations
@@ -9,19 +10,106 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
-from syncline.updates.overlapped.events import (
-    Average,
-    Clear,
-    End,
-    Fold,
-    Hello,
-    Push,
-    Reply,
-    ReplyAverage,
-    ServerInstruction,
-    ServerMessage,
-)
+# --- what a worker sends to a server shard ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """A gradient of ``worker`` for ``round_number``."""
+
+    worker: int
+    period: int
+    round_number: int
+    iteration: int
+    """The worker's iteration when it pushed."""
+    weight: float
+    """Samples of an iteration; of a run, their mean, so that each gradient in it counts as much as one by itself."""
+    payload: Any = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """``worker`` has ended its period, with these parameters."""
+
+    worker: int
+    period: int
+    weight: float
+    """Samples that the worker used in the whole period."""
+    iteration: int = 0
+    """The worker's iteration since the start of the training."""
+    payload: Any = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """``worker`` greets the successor of a dead server, with the start of ``period`` that it holds."""
+
+    worker: int
+    period: int
+    iteration: int = 0
+    """The fleet's iteration at the start of ``period``."""
+    weight: float = 1.0
+    """Of the only one in an average."""
+    payload: Any = field(default=None, compare=False, repr=False)
+
+
+ServerMessage = Push | End | Hello
+
+# --- instructions of a server shard ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fold:
+    """Add the weighted mean of these (in rank order) to the cumulative sum."""
+
+    round_number: int
+    contributions: tuple[Push, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Average:
+    """Make the weighted mean of these (in rank order): the next period's start, which a greeting may hold already."""
+
+    period: int
+    contributions: tuple[End | Hello, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clear:
+    """Set the cumulative sum to zero: a period begins."""
+
+    period: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """Send ``worker`` the cumulative sum."""
+
+    worker: int
+    period: int
+    closed: int
+    clock: int
+    accepted: tuple[int, ...]
+    """The latest rounds in which ``worker`` was, rising."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyAverage:
+    """Send ``worker`` the average that ends ``period``."""
+
+    worker: int
+    period: int
+    iteration: int = 0
+    """The furthest iteration of a worker in the average: where the next period begins for all."""
+    dropped: tuple[int, ...] = ()
+    """For each rank, how many of its pushes this shard has dropped so far, as whoever sends it fills in."""
+
+
+ServerInstruction = Fold | Average | Clear | Reply | ReplyAverage
+
+# --- the state machine ----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -1,5 +1,7 @@
 """One rank's part in the exchange with the servers: the links of its worker, the shards that it hosts, and who is lost.
 
+Beside buckets ranks tell each other notes: small records, ahead of all else.
+
 The training thread's methods never wait for the network but for two reasons, both bounded by a deadline: a gradient is
 staler than ``max_staleness`` allows, or a period ends.
 """
@@ -8,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import get_args
 
@@ -20,29 +24,199 @@ from syncline.members import Membership, describe_ranks
 from syncline.observe import Trace
 from syncline.runtime.failures import LOOK
 from syncline.runtime.port import Port
-from syncline.updates.messaging.driver import LOOK_S, STALL_GRACE_S, Driver
-from syncline.updates.overlapped.arithmetic import Feed
-from syncline.updates.overlapped.hosted import HostedShard
-from syncline.updates.overlapped.link import WorkerLink
-from syncline.updates.overlapped.messages import (
-    Answer,
-    BucketLayout,
-    Nonfinite,
-    Note,
-    Question,
-    Stopped,
-)
+from syncline.runtime.work import Work
+from syncline.updates.bucket import Bucket
+from syncline.updates.control import ControlStream
+from syncline.updates.messaging.driver import LOOK_S, STALL_GRACE_S, Driver, LeftBehind
+from syncline.updates.overlapped.link import BucketLayout, Feed, HostedShard, WorkerLink
 from syncline.updates.overlapped.placement import ServerLayout, Succession
 from syncline.updates.overlapped.rebase import Collect
-from syncline.updates.overlapped.statistics import ClientCounts, OverlappedStatistics
-from syncline.updates.overlapped.tree_end import Ends, TreeMean
 from syncline.updates.overlapped.worker import PeriodClock
+from syncline.updates.rounds.moves import Move, Round
 from syncline.updates.rule import NonfiniteOrigin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """To a server: this worker ended ``period``, which is averaged elsewhere."""
+
+    period: int
+    last_rounds: tuple[tuple[int, int], ...]
+    """Of each bucket there (by number), the last round that it pushed for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """To a server: this worker waits, and asks for whom."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """To a worker: who is missing for what comes next."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nonfinite:
+    """To everyone: the own gradient of this rank at ``step`` is not finite, first in the parameter at ``position``.
+
+    It is told before the gradient is pushed, so that who gets NaN from a server knows whence it came.
+    """
+
+    step: int
+    position: int
+
+
+Note = Stopped | Question | Answer | Nonfinite | LeftBehind
 
 BUCKETS_OF_NOTE = 512
 """A note is a control message, which is short; of more buckets there are several."""
 DRAIN_S = 5.0
 """How long the last averages may take to leave when this rank closes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlappedStatistics:
+    """All counters of one rank since the start."""
+
+    num_steps: int
+    num_periods: int
+    """Periods that have ended."""
+    iteration: int
+    """The iteration within the period, which leaves numbers out where this rank is slower than the others."""
+    mean_staleness: float
+    """Own iterations for which no global gradient was used yet, after a step; of the bucket with the most."""
+    max_staleness: int
+    share_with_global: float
+    """Share of the steps in which a global gradient was used."""
+    dropped: tuple[int, ...]
+    """For each rank, how many of its pushes the servers had dropped when the last period ended."""
+    num_forgotten: int
+    """Own pushes that died with a server."""
+    waited_staleness_s: float
+    """Time in which ``step()`` waited because gradients were too stale."""
+    waited_period_s: float
+    """Time in which ``step()`` waited for the end of a period."""
+    waited_for: dict[int, int]
+    """For each rank, in how many waits it was the one that was waited for."""
+    lost: tuple[int, ...]
+    """Ranks that died or left."""
+
+    def __str__(self) -> str:
+        """One line for people."""
+        dropped = ", ".join(f"{count} of rank {rank}" for rank, count in enumerate(self.dropped) if count)
+        return (
+            f"stale {self.mean_staleness:.1f}, at most {self.max_staleness}  global {self.share_with_global:.0%}  "
+            f"dropped {dropped or 'none'}  waited {self.waited_staleness_s:.1f}+{self.waited_period_s:.1f} s"
+        )
+
+
+@dataclass(slots=True)
+class ClientCounts:
+    """The counters, while they run."""
+
+    num_steps: int = 0
+    num_periods: int = 0
+    sum_staleness: int = 0
+    max_staleness: int = 0
+    num_with_global: int = 0
+    waited_s: dict[str, float] = field(default_factory=lambda: {"staleness": 0.0, "period": 0.0})
+    waited_for: Counter[int] = field(default_factory=Counter)
+
+    def note_step(self, *, staleness: int, num_rounds: int) -> None:
+        """Count a step."""
+        self.num_steps += 1
+        self.sum_staleness += staleness
+        self.max_staleness = max(self.max_staleness, staleness)
+        self.num_with_global += num_rounds > 0
+
+    def note_wait(self, phase: str, seconds: float, awaited: tuple[int, ...]) -> None:
+        """Count a wait."""
+        self.waited_s[phase] += seconds
+        self.waited_for.update(awaited)
+
+
+# The end of a period by the planner's all-reduce, where every rank is a worker that every global gradient needs.
+#
+# Through servers, an end costs a link between two halves of N workers N times the parameters, as each worker sends its
+# own to each server and gets the average back. On the planner's tree it costs them once. A collective has no part for a
+# rank that is lost: a fleet that goes on then ends its periods through the servers, this one included. Parameters are
+# replaced only when it is known that the mean counts. It is a round as :mod:`syncline.updates.rounds` has them.
+#
+# Where a rank is lost meanwhile and the others go on, the collective may be over on some ranks when it fails on others.
+# So on each rank it counts once the loop's thread has taken note of it (:meth:`ServerClient.end_together`), before or
+# after it took note of the loss: either the mean is the start of the next period, which this rank then tells the new
+# servers, or the parameters are sent to them as they were. A server that hears of both goes on from the later start,
+# and gives it to those who lack it (see :mod:`.server`).
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """What all ranks said of the period's end, in rank order."""
+
+    num_samples: tuple[float, ...]
+    iteration: int
+    """The furthest that a rank has come since the start of the training."""
+    last_waits_s: tuple[float, ...]
+    """How long each waited for the others when the period before this one ended: the last to come, hardly."""
+    dropped: tuple[int, ...]
+    """Gradients of each rank that the servers had dropped."""
+
+    def last_to_come(self, least_s: float) -> tuple[int, ...]:
+        """Return who kept others waiting for ``least_s`` or longer when the period before this one ended."""
+        last = min(range(len(self.last_waits_s)), key=self.last_waits_s.__getitem__)
+        return (last,) if max(self.last_waits_s) - self.last_waits_s[last] >= least_s else ()
+
+
+class TreeMean:
+    """Makes parameters their mean over all ranks, weighted by samples; every rank calls it at the same point."""
+
+    def __init__(self, control: ControlStream, buckets: Sequence[Bucket]) -> None:
+        self._control = control
+        self._buckets = buckets
+        self._starts = [torch.empty_like(bucket.parameters) for bucket in buckets]
+        self._last_wait_s = 0.0
+        self.means: list[torch.Tensor] = []
+        """Of each bucket, after :meth:`sum`."""
+
+    def begin(self) -> None:
+        """Take note of the parameters that a period begins with, the same on all ranks."""
+        for start, bucket in zip(self._starts, self._buckets, strict=True):
+            start.copy_(bucket.parameters)
+
+    def sum(self, *, num_samples: float, iteration: int, dropped: Sequence[int]) -> Ends:
+        """Make the mean; ``dropped`` counts, for each rank, what the servers here dropped. Parameters stay as they are.
+
+        Raises :class:`UpdateError` on every rank if a parameter of any rank is not finite.
+        """
+        start_s = time.monotonic()
+        under_way = Round(
+            [Move(bucket, start, bucket.parameters) for bucket, start in zip(self._buckets, self._starts, strict=True)],
+            weight=num_samples,
+            told=[iteration, self._last_wait_s, *map(float, dropped)],
+            control=self._control,
+            start_sum=self._start_sum,
+            label="the end of a period",
+        )
+        told = under_way.wait_told()
+        self._last_wait_s = time.monotonic() - start_s
+        self.means = under_way.wait()
+        return Ends(
+            num_samples=tuple(under_way.weights),
+            iteration=int(told[:, 0].max()),
+            last_waits_s=tuple(told[:, 1].tolist()),
+            dropped=tuple(int(count) for count in told[:, 2:].sum(0)),
+        )
+
+    def finish(self) -> None:
+        """Replace the parameters by their mean."""
+        for mean, bucket in zip(self.means, self._buckets, strict=True):
+            bucket.parameters.copy_(mean)
+        self.means = []
+
+    def _start_sum(self, bucket: Bucket, steps: torch.Tensor) -> Work:
+        return self._control.start_sum(steps, f"mean of bucket {bucket.index} at the end of a period")
 
 
 class ServerClient(Driver):

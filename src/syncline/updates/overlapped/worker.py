@@ -10,7 +10,44 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from syncline.updates.overlapped.events import Keep, Push, Reply, Send, Use
+from syncline.updates.overlapped.server import Push, Reply
+
+# What the driver is to do. A *place* is a buffer, by number; whoever drives this maps numbers to memory.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """Copy the gradient to ``place``; with ``add``, add it to what lies there."""
+
+    place: int
+    add: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Push what lies at ``place``."""
+
+    place: int
+    push: Push
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """Add what the newest cumulative sum has over the last one used, and subtract what lies at ``subtract``.
+
+    With ``replaces`` set, the gradient of this very step is among those that are in: it is not subtracted, it is not
+    added in the first place.
+    """
+
+    closed: int
+    subtract: tuple[int, ...]
+    replaces: bool
+    run_length: int
+    """Own iterations that a global gradient stands for: the longest run that is settled by it."""
+    num_steps: int = 1
+    """Iterations of the fleet that all that is new stands for."""
+    num_own: int = 0
+    """Own iterations that are in it."""
 
 
 class PeriodClock:
