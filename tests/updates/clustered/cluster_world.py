@@ -20,14 +20,16 @@ from syncline.updates.clustered.messages import (
     Contribution,
     Enter,
     Instruction,
+    Kind,
     Provided,
+    Record,
+    RecordSchedule,
     Run,
     Send,
     Stop,
     ToldMessage,
 )
 from syncline.updates.clustered.node import Node
-from syncline.updates.clustered.record_schedule import Kind, Record, RecordSchedule
 from syncline.updates.clustered.server import ServerState
 
 JOB = "job"

@@ -10,9 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from syncline.updates.clustered.messages import Agreed, Contribution, Enter, Instruction, Join, Ready, Run, Send, Stop
+from syncline.updates.clustered.messages import (
+    Agreed,
+    Contribution,
+    Enter,
+    Instruction,
+    Join,
+    Kind,
+    Ready,
+    RecordSchedule,
+    Run,
+    Send,
+    Stop,
+)
 from syncline.updates.clustered.node import Node
-from syncline.updates.clustered.record_schedule import Kind, RecordSchedule
 from syncline.updates.clustered.server import Server, ServerState
 from syncline.updates.clustered.view import draw_order
 

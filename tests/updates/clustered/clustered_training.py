@@ -14,7 +14,7 @@ from small_regression import batch as batch_of
 from small_regression import loss_of, make_model, make_sgd, parameters_of
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
-from syncline.updates.clustered.contribution import DECAY, MIN_WEIGHT
+from syncline.updates.clustered.means import DECAY, MIN_WEIGHT
 from syncline.updates.clustered.rule import Clustered
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from syncline.members import Membership
-from syncline.updates.clustered.member import Member
 from syncline.updates.clustered.node import Node
-from syncline.updates.clustered.server import OuterRound, Server
+from syncline.updates.clustered.server import Member, OuterRound, Server
 from syncline.updates.clustered.view import Division, View
 
 

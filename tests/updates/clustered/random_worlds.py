@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from cluster_world import World
 
-from syncline.updates.clustered.record_schedule import RecordSchedule
+from syncline.updates.clustered.messages import RecordSchedule
 
 
 def random_world(choose: random.Random, *, quorum: float = 0.0, sizes: Sequence[int] = ()) -> World:

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.updates.clustered.contribution import mixing_shares, mixing_weights, resized, update_contributions
+from syncline.updates.clustered.means import mixing_shares, mixing_weights, resized, update_contributions
 
 
 def gram_of(vectors: np.ndarray) -> np.ndarray:

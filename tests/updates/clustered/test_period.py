@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from syncline.updates.clustered.period import Period
+from syncline.updates.clustered.means import Period
 from syncline.updates.flat import Vector, VectorShape
 
 SHAPE = VectorShape(parts=((torch.float64, 2), (torch.float32, 2)))

@@ -8,8 +8,17 @@ from cluster_world import JOB, World, accuse
 from clustered_killers import AskedKiller, ServerKiller, kill_one_who_hands_out
 from random_worlds import Proposer, random_world
 
-from syncline.updates.clustered.messages import Agreed, Contribution, Farewell, Join, Supply, decode, encode
-from syncline.updates.clustered.record_schedule import Kind, RecordSchedule
+from syncline.updates.clustered.messages import (
+    Agreed,
+    Contribution,
+    Farewell,
+    Join,
+    Kind,
+    RecordSchedule,
+    Supply,
+    decode,
+    encode,
+)
 from syncline.updates.clustered.server import ServerState
 from syncline.updates.clustered.view import draw_order, draw_server
 from syncline.updates.flat import VectorShape

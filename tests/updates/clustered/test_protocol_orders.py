@@ -5,7 +5,7 @@ import pickle
 import pytest
 from cluster_world import World
 
-from syncline.updates.clustered.record_schedule import RecordSchedule
+from syncline.updates.clustered.messages import RecordSchedule
 
 
 def explore(world: World, victim: int) -> int:

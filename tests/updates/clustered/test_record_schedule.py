@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.updates.clustered.record_schedule import Kind, RecordSchedule
+from syncline.updates.clustered.messages import Kind, RecordSchedule
 
 AGENDAS = st.builds(
     lambda period, reelect_every, choice: RecordSchedule(

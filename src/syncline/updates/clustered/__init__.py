@@ -3,5 +3,5 @@
 `docs/mechanisms.md`, Clusters.
 
 What is here decides without I/O, from the features of machines to the protocol of members and servers; `rule` alone
-knows torch. Read `record_schedule` first, then `member` and `server`: they are the protocol.
+knows torch. Read `messages` first, then `server`: they are the protocol.
 """

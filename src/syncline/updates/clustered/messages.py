@@ -1,4 +1,14 @@
-"""What members and servers say to one another, and what they tell the one who drives them to do.
+"""What a cluster agrees on, what members and servers say to one another, and what they tell the one who drives them to do.
+
+The records that a cluster agrees on come one after the other, in an order that is fixed before the first batch:
+
+    term 0: period 0: mean, mean, ... (one each batch), result | period 1: mean, ..., result | ... | average
+    term 1: ...
+
+A *mean* is that of a cluster's gradients of one batch. A *result* is what the clusters' exchange at the end of a period
+gave. An *average*, at the end of a term if asked for, is that of all clusters' parameters. With one cluster there is
+nothing to exchange, and the records are means alone. Every record needs something from every live member of the
+cluster, so no two members are ever more than one record apart; the whole protocol stands on that.
 
 The protocol itself does no I/O and no arithmetic. A message may have a payload: vectors, which it never opens.
 Every message names its term; one of a term that is over is refused. On its way it carries whom its sender takes for
@@ -10,11 +20,87 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any, get_args
 
-from syncline.updates.clustered.record_schedule import Record
 from syncline.updates.flat import Vector, VectorShape
 from syncline.updates.messaging.mailbox import decode_record, encode_record
+
+
+class Kind(Enum):
+    """What a record is."""
+
+    MEAN = "mean"
+    RESULT = "result"
+    AVERAGE = "average"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One thing that is agreed on. ``batch`` counts all batches from the first; for an outer round, the last."""
+
+    index: int
+    kind: Kind
+    term: int
+    period: int
+    batch: int
+
+    @property
+    def is_outer_round(self) -> bool:
+        """Whether the clusters' servers agree on it together."""
+        return self.kind is not Kind.MEAN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordSchedule:
+    """The order of records: ``period`` batches to an outer round, ``reelect_every`` periods to a term."""
+
+    period: int
+    reelect_every: int
+    has_outer_rounds: bool = True
+    averages: bool = False
+
+    @property
+    def records_of_period(self) -> int:
+        """Number of records of a period, its average apart."""
+        return self.period + self.has_outer_rounds
+
+    @property
+    def records_of_term(self) -> int:
+        """Number of records of a term."""
+        return self.reelect_every * self.records_of_period + self.averages
+
+    def record(self, index: int) -> Record:
+        """Return the record of that number."""
+        assert index >= 0
+        term, within = divmod(index, self.records_of_term)
+        if self.averages and within == self.records_of_term - 1:
+            period = (term + 1) * self.reelect_every - 1
+            return Record(
+                index=index, kind=Kind.AVERAGE, term=term, period=period, batch=(period + 1) * self.period - 1
+            )
+        period_in_term, batch = divmod(within, self.records_of_period)
+        period = term * self.reelect_every + period_in_term
+        kind = Kind.RESULT if batch == self.period else Kind.MEAN
+        return Record(
+            index=index,
+            kind=kind,
+            term=term,
+            period=period,
+            batch=period * self.period + min(batch, self.period - 1),
+        )
+
+    def last_of_term(self, term: int) -> int:
+        """Return the number of a term's last record."""
+        return (term + 1) * self.records_of_term - 1
+
+    def last_outer_round(self, index: int) -> Record | None:
+        """Return the newest outer round up to record ``index``, itself included; None before the first."""
+        if not self.has_outer_rounds:
+            return None
+        newest = (self.record(number) for number in range(index, max(-1, index - self.records_of_period - 1), -1))
+        return next((record for record in newest if record.is_outer_round), None)
+
 
 Payload = Any
 """A vector to those who reckon with it, and nothing but a thing to hand on here."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from syncline.members import Quorum
-from syncline.updates.clustered.member import Member, MemberState
 from syncline.updates.clustered.messages import (
     Agreed,
     Contribution,
@@ -19,13 +18,13 @@ from syncline.updates.clustered.messages import (
     Payload,
     Provided,
     Ready,
+    RecordSchedule,
     Run,
     Send,
     Stop,
     Supply,
 )
-from syncline.updates.clustered.record_schedule import RecordSchedule
-from syncline.updates.clustered.server import Server
+from syncline.updates.clustered.server import Member, MemberState, Server
 from syncline.updates.clustered.view import View
 
 

@@ -15,14 +15,11 @@ from syncline.errors import ConfigurationError
 from syncline.machines.clustering import Inventory
 from syncline.machines.measurement import read_machine
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
-from syncline.updates.clustered.contribution import Contributions
-from syncline.updates.clustered.driver import ClusterDriver, mean_of
+from syncline.updates.clustered.means import Contributions, Period
+from syncline.updates.clustered.driver import ClusterDriver, ClusteredStatistics, mean_of
 from syncline.updates.clustered.grouping import ClusterChoice, Pace, Regrouping, agree_on_clusters, measure_hosts
-from syncline.updates.clustered.messages import Agreed, Clusters, Measurement, Provided
+from syncline.updates.clustered.messages import Agreed, Clusters, Kind, Measurement, Provided, RecordSchedule
 from syncline.updates.clustered.node import Node
-from syncline.updates.clustered.period import Period
-from syncline.updates.clustered.record_schedule import Kind, RecordSchedule
-from syncline.updates.clustered.statistics import ClusteredStatistics
 from syncline.updates.combinations import OF_INDEPENDENT_RANKS, WHOLE_STATE, Combination
 from syncline.updates.flat import Vector, VectorShape
 from syncline.updates.report import PendingReport
