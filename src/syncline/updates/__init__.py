@@ -7,11 +7,10 @@ from syncline.late_imports import late_names
 if TYPE_CHECKING:
     from syncline.updates.allreduce import AllReduce
     from syncline.updates.clustered.rule import Clustered
+    from syncline.updates.local_steps import LocalSteps, Nesterov
     from syncline.updates.overlapped.rule import Overlapped
     from syncline.updates.parameter_owners import matrix_cost
     from syncline.updates.redistribution import StateLostError
-    from syncline.updates.rounds.local_steps import LocalSteps
-    from syncline.updates.rounds.outer import Nesterov
     from syncline.updates.rule import Setting, Updater, UpdateRule
     from syncline.updates.sharded import Sharded
     from syncline.updates.sharded_statistics import ShardedStatistics
@@ -38,9 +37,8 @@ __getattr__ = late_names(
         "sharded_statistics": "ShardedStatistics",
         "parameter_owners": "matrix_cost",
         "allreduce": "AllReduce",
-        "rounds.local_steps": "LocalSteps",
+        "local_steps": "LocalSteps Nesterov",
         "overlapped.rule": "Overlapped",
-        "rounds.outer": "Nesterov",
         "redistribution": "StateLostError",
         "clustered.rule": "Clustered",
         "rule": "UpdateRule Updater Setting",

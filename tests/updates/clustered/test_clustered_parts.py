@@ -18,7 +18,7 @@ from syncline.updates.clustered.grouping import check_clusters, group
 from syncline.updates.clustered.messages import Agreed, Contribution, Join, ToldMessage, decode, encode
 from syncline.updates.clustered.outer_rounds import ServersCall
 from syncline.updates.flat import VectorShape, combine
-from syncline.updates.messaging.mailbox import HEAD_BYTES, Mailbox, MessageStream
+from syncline.updates.messaging import HEAD_BYTES, Mailbox, MessageStream
 
 SHAPE = VectorShape(parts=((torch.float32, 5), (torch.bfloat16, 3), (torch.float64, 0), (torch.float32, 2)))
 

@@ -9,7 +9,7 @@ import pytest
 from memory_ports import WAIT_S, Ports, on_loop
 from syncline.errors import FabricError, UpdateError
 from syncline.members import Membership
-from syncline.updates.messaging.driver import Driver
+from syncline.updates.messaging import Driver
 
 
 class Fake(Driver):
@@ -88,7 +88,7 @@ def test_a_wait_looks_for_what_holds_it_up() -> None:
 
 
 def test_a_wait_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.updates.messaging.driver.STALL_GRACE_S", 0.1)
+    monkeypatch.setattr("syncline.updates.messaging.STALL_GRACE_S", 0.1)
     with Ports(1) as (port,):
         driver, begun_s = Fake(port, timeout_s=0.6), time.monotonic()
         driver.wait(lambda: False)

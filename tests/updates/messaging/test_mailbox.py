@@ -8,7 +8,7 @@ import pytest
 
 from memory_ports import WAIT_S, Ports, on_loop
 from syncline.errors import UpdateError
-from syncline.updates.messaging.mailbox import HEAD_BYTES, MAX_TEXT_BYTES, Mailbox, MessageStream
+from syncline.updates.messaging import HEAD_BYTES, MAX_TEXT_BYTES, Mailbox, MessageStream
 
 STREAM = 9
 PUSH, ANSWER = range(2)

@@ -20,7 +20,7 @@ from syncline.updates.overlapped.link import Feed, add_mean, average, correction
 from syncline.updates.overlapped.rebase import Collect, Rebase, Runs
 from syncline.updates.overlapped.rule import Overlapped
 from syncline.updates.overlapped.worker import Keep, Send, Use
-from syncline.updates.rounds.moves import exponent_for, from_steps, largest_move, to_steps
+from syncline.updates.rounds import exponent_for, from_steps, largest_move, to_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

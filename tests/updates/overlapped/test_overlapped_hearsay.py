@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from syncline.errors import PeerLostError
 from syncline.members import Membership, Quorum
-from syncline.updates.messaging.driver import Driver, LeftBehind
+from syncline.updates.messaging import Driver, LeftBehind
 from syncline.updates.overlapped.server_client import ServerClient
 
 

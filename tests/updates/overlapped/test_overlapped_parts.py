@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from syncline.errors import ConfigurationError
 from syncline.topology import Topology
-from syncline.updates.messaging.driver import LeftBehind
-from syncline.updates.messaging.mailbox import decode_record, encode_record
+from syncline.updates.messaging import LeftBehind, decode_record, encode_record
 from syncline.updates.overlapped.link import BucketLayout, Feed, add_mean, average, correction
 from syncline.updates.overlapped.placement import capacity_bytes_per_s, place_shards, server_ranks
 from syncline.updates.overlapped.server import End, Hello, Push, Reply, ReplyAverage

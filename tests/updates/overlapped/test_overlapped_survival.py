@@ -16,7 +16,7 @@ from syncline.updates import Overlapped
 from syncline.updates.overlapped.link import Message, WorkerLink
 from syncline.updates.overlapped.placement import Move, Succession
 from syncline.updates.overlapped.server_client import TreeMean
-from syncline.updates.rounds.moves import Round
+from syncline.updates.rounds import Round
 from thread_fleets import run_fleets, run_over_tcp
 
 PERIOD = 8

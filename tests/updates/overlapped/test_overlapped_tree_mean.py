@@ -14,7 +14,7 @@ from syncline.pytorch.distribute import distribute
 from syncline.topology import Topology
 from syncline.updates import Overlapped
 from syncline.updates.flat import shares
-from syncline.updates.rounds.moves import exponent_for, from_steps, largest_move, to_steps
+from syncline.updates.rounds import exponent_for, from_steps, largest_move, to_steps
 from thread_fleets import run_fleets
 
 WEIGHTS = (1.0, 7.0, 3.0, 5.0)

@@ -16,7 +16,7 @@ from syncline.pytorch.flatten import plan_model, trained_parameters
 from syncline.topology import Topology
 from syncline.updates import AllReduce, LocalSteps, Nesterov
 from syncline.updates.flat import shares
-from syncline.updates.rounds.moves import exponent_for, from_steps, largest_move, to_steps
+from syncline.updates.rounds import exponent_for, from_steps, largest_move, to_steps
 from thread_fleets import run_fleets
 
 BUCKET_BYTES = 160

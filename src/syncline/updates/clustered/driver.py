@@ -40,8 +40,7 @@ from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.outer_rounds import OuterRounds
 from syncline.updates.clustered.view import View
 from syncline.updates.flat import Vector, VectorShape, combine, shares
-from syncline.updates.messaging.driver import Driver, LeftBehind
-from syncline.updates.messaging.mailbox import Mailbox, MessageStream
+from syncline.updates.messaging import Driver, LeftBehind, Mailbox, MessageStream
 
 TEXT_URGENCY, VECTOR_URGENCY = -1, 0
 ANSWER_S = 5.0

@@ -1,4 +1,4 @@
-"""What a cluster agrees on, what members and servers say to one another, and what they tell the one who drives them to do.
+"""What a cluster agrees on, what members and servers say to one another, and what they tell their driver to do.
 
 The records that a cluster agrees on come one after the other, in an order that is fixed before the first batch:
 
@@ -24,7 +24,7 @@ from enum import Enum
 from typing import Any, get_args
 
 from syncline.updates.flat import Vector, VectorShape
-from syncline.updates.messaging.mailbox import decode_record, encode_record
+from syncline.updates.messaging import decode_record, encode_record
 
 
 class Kind(Enum):

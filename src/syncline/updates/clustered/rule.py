@@ -15,9 +15,9 @@ from syncline.errors import ConfigurationError
 from syncline.machines.clustering import Inventory
 from syncline.machines.measurement import read_machine
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
-from syncline.updates.clustered.means import Contributions, Period
 from syncline.updates.clustered.driver import ClusterDriver, ClusteredStatistics, mean_of
 from syncline.updates.clustered.grouping import ClusterChoice, Pace, Regrouping, agree_on_clusters, measure_hosts
+from syncline.updates.clustered.means import Contributions, Period
 from syncline.updates.clustered.messages import Agreed, Clusters, Kind, Measurement, Provided, RecordSchedule
 from syncline.updates.clustered.node import Node
 from syncline.updates.combinations import OF_INDEPENDENT_RANKS, WHOLE_STATE, Combination

@@ -27,12 +27,12 @@ from syncline.runtime.port import Port
 from syncline.runtime.work import Work
 from syncline.updates.bucket import Bucket
 from syncline.updates.control import ControlStream
-from syncline.updates.messaging.driver import LOOK_S, STALL_GRACE_S, Driver, LeftBehind
+from syncline.updates.messaging import LOOK_S, STALL_GRACE_S, Driver, LeftBehind
 from syncline.updates.overlapped.link import BucketLayout, Feed, HostedShard, WorkerLink
 from syncline.updates.overlapped.placement import ServerLayout, Succession
 from syncline.updates.overlapped.rebase import Collect
 from syncline.updates.overlapped.worker import PeriodClock
-from syncline.updates.rounds.moves import Move, Round
+from syncline.updates.rounds import Move, Round
 from syncline.updates.rule import NonfiniteOrigin
 
 

@@ -19,7 +19,7 @@ from syncline.errors import UpdateError
 from syncline.runtime.port import Port
 from syncline.runtime.tags import NUM_SLICES
 from syncline.tensors.memory import bytes_of
-from syncline.updates.messaging.mailbox import Mailbox, MessageStream
+from syncline.updates.messaging import Mailbox, MessageStream
 from syncline.updates.phased.instructions import Pass
 from syncline.updates.private_torch import tree_leaves
 

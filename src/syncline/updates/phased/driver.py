@@ -19,8 +19,7 @@ from syncline.fabric import PeerLeftError
 from syncline.members import Membership
 from syncline.runtime.failures import LOOK
 from syncline.tensors.memory import bytes_of
-from syncline.updates.messaging.driver import Driver
-from syncline.updates.messaging.mailbox import Mailbox, MessageStream
+from syncline.updates.messaging import Driver, Mailbox, MessageStream
 from syncline.updates.phased.batch_check import BatchCheck
 from syncline.updates.phased.instructions import Compute, Instruction, Kind, Pass, Phase, Send
 from syncline.updates.phased.messages import Message, decode

@@ -1,9 +1,15 @@
-"""One round: how far all ranks have moved, weighted and summed, without holding up who computes meanwhile.
+"""Rounds: what parties have changed by themselves becomes what all have, once every so many steps.
+
+A *party* is a rank, or ranks that average their gradients in every step. In a round each brings how far its parameters
+have moved since the last one, weighted by its samples. All moves are summed on the planner's tree, so that a link
+between sites carries them once in each direction, and each party gets the sum, without holding up who computes
+meanwhile:
 
     1. all ranks tell each other their weights and how far their parameters have moved at most; NaN shows here
     2. each bucket's moves are summed, in steps that follow from the largest
 
 The sums begin when all have told, at the next :meth:`Round.advance`. Where nobody has moved there is nothing to sum.
+:mod:`.local_steps` is a rule that is made of rounds; the period's end of the overlapped update is one, too.
 """
 
 from __future__ import annotations
