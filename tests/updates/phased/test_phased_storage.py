@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from syncline.errors import StorageError, UpdateError
 from syncline.updates.bucket import BucketPlan, Slot
 from syncline.updates.phased import storage as storage_module
-from syncline.updates.phased.buffer_pool import BufferPool
 from syncline.updates.phased.instructions import Kind, Pass, Phase
-from syncline.updates.phased.messages import Message, decode
+from syncline.updates.phased.kept_inputs import Message, decode
 from syncline.updates.phased.micro_batches import Part
-from syncline.updates.phased.state_file import ShardState, read_state
+from syncline.updates.phased.stage import BufferPool
+from syncline.updates.phased.stage_store import ShardState, read_state
 from syncline.updates.phased.storage import Folder, TemporaryFiles
 from syncline.updates.shard_view import Segment
 

@@ -22,12 +22,10 @@ from syncline.runtime.failures import PHASED_STEP
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
 from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.combinations import WRITE_ONE, Combination, TrainingRequest, check_combinations
-from syncline.updates.phased.computing import Loss
-from syncline.updates.phased.driver import PairDriver
+from syncline.updates.phased.driver import PairDriver, PhasedStatistics
 from syncline.updates.phased.instructions import Pass
 from syncline.updates.phased.micro_batches import MicroBatch, check_rows, plan_parts, take
-from syncline.updates.phased.setting import PhasedSetting
-from syncline.updates.phased.statistics import PhasedStatistics
+from syncline.updates.phased.phase_work import Loss, PhasedSetting
 from syncline.updates.phased.storage import Folder, Storage, TemporaryFiles
 from syncline.updates.private_torch import SCALED, let_scalers_step, note_step
 

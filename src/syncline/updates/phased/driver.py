@@ -8,7 +8,8 @@ there waits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,16 +23,47 @@ from syncline.tensors.memory import bytes_of
 from syncline.updates.messaging import Driver, Mailbox, MessageStream
 from syncline.updates.phased.batch_check import BatchCheck
 from syncline.updates.phased.instructions import Compute, Instruction, Kind, Pass, Phase, Send
-from syncline.updates.phased.messages import Message, decode
+from syncline.updates.phased.kept_inputs import Message, decode
 from syncline.updates.phased.micro_batches import MicroBatch
-from syncline.updates.phased.phase_work import CurrentPass
+from syncline.updates.phased.phase_work import CurrentPass, PhasedSetting
 from syncline.updates.phased.phases import Phases
-from syncline.updates.phased.setting import PhasedSetting
 from syncline.updates.phased.stage_driver import StageDriver
-from syncline.updates.phased.statistics import PhasedStatistics
 
 MAX_UNSENT = 2
 """Messages that wait to leave: a rank computes no further while its partner has no room for what it has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasedStatistics:
+    """Counters of one rank since its model was set up; times in seconds."""
+
+    side: int
+    """Which stages it computes: 0 those of even number, 1 the others."""
+    partner: int
+    num_steps: int
+    computing_s: float
+    waiting_s: Mapping[str, float]
+    """Time that the training thread waited, by what came last: ``"input"`` from the partner, ``"parameters"`` or a
+    ``"spilled input"`` from storage, the ``"update"`` of the step before, or ``"sending"``: the partner had no room."""
+    measurement_s: float
+    writing_s: float
+    read_bytes: int
+    written_bytes: int
+    sent_bytes: int
+    """Activations and their gradients, to the partner."""
+    spilled_bytes: int
+    """Inputs of stages that were written to storage, because memory was to have no more than their budget."""
+    num_loads: int
+    gradient_norm: float | None
+    """Of the last step whose norm is known, before it was clipped; None without clipping."""
+    largest_stage_bytes: int
+    peak_parameter_bytes: int
+    """Most bytes of parameters that had memory at once."""
+    peak_gradient_bytes: int
+    peak_input_bytes: int
+    """Most bytes of inputs that waited in memory for their phase."""
+    peak_state_bytes: int
+    """Most bytes of optimizer state in memory at once."""
 
 
 class PairDriver(Driver):

@@ -1,22 +1,208 @@
-"""One phase after another, as the training thread computes it: from what the partner sent to what it is sent."""
+"""One phase after another, as the training thread computes it: from what the partner sent to what it is sent.
+
+A stage's work is forward, loss, and backward with the forward pass made again. Between the forward and the backward
+phase of a micro-batch its input is kept, the random generator's state, and the stage's buffers as they were, so that
+the second forward pass repeats the first: dropout draws the same, and running statistics are counted once. After Chen
+et al., "Training Deep Nets with Sublinear Memory Cost" (2016), with the stages as segments.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from syncline.updates.phased.buffer_pool import BufferPool
-from syncline.updates.phased.computing import Given, StageComputer, outputs_of, own_memory
+from syncline.errors import UpdateError
+from syncline.runtime.communicator import Communicator
+from syncline.runtime.port import Port
+from syncline.updates.bucket_collectives import BucketCollectives
+from syncline.updates.control import ControlStream
 from syncline.updates.phased.instructions import Kind, Pass, Phase
-from syncline.updates.phased.messages import Message
+from syncline.updates.phased.kept_inputs import Message
 from syncline.updates.phased.micro_batches import MicroBatch, Part, take
-from syncline.updates.phased.setting import PhasedSetting
-from syncline.updates.phased.stage import Stage
-from syncline.updates.phased.updating import Samples, StageGradients, StageUpdater
+from syncline.updates.phased.stage import BufferPool, Stage
+from syncline.updates.phased.storage import Storage
+from syncline.updates.phased.updating import Clipping, Samples, StageGradients, StageUpdater
+from syncline.updates.phased.versions import Manifest
 from syncline.updates.private_torch import tree_leaves
+
+Loss = Callable[[Any, Any], torch.Tensor]
+"""Gets what the last stage returns, and the targets; returns the mean over the samples, one number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a stage is called with: what the stage before returned, or for the first stage whatever the user has."""
+
+    value: Any
+    tensors: tuple[torch.Tensor, ...] = ()
+    """Those of ``value`` that came from the stage before."""
+
+    @classmethod
+    def received(cls, tensors: Sequence[torch.Tensor], *, is_tuple: bool) -> Given:
+        """Return what a stage before returned."""
+        return cls(value=tuple(tensors) if is_tuple else tensors[0], tensors=tuple(tensors))
+
+    def as_leaves(self) -> Given:
+        """Return the same values as leaves of a new graph."""
+        if not self.tensors:
+            return self
+        leaves = [tensor.detach() for tensor in self.tensors]
+        for leaf in leaves:
+            leaf.requires_grad_(leaf.dtype.is_floating_point or leaf.dtype.is_complex)
+        return Given.received(leaves, is_tuple=isinstance(self.value, tuple))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """What a stage returned."""
+
+    tensors: tuple[torch.Tensor, ...]
+    is_tuple: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Before:
+    """How things were before a forward pass."""
+
+    generator: torch.Tensor
+    buffers: tuple[torch.Tensor, ...]
+
+
+class StageComputer:
+    """Computes the phases of one rank; ``micro`` is the number of a micro-batch."""
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+        self._before: dict[tuple[int, int], _Before] = {}
+
+    def forward(self, stage: Stage, micro: int, given: Given, *, is_repeated: bool) -> Any:
+        """Return what the stage makes of its input, without a graph; :meth:`backward` can repeat it."""
+        if is_repeated:
+            buffers = tuple(buffer.clone() for buffer in stage.module.buffers())
+            self._before[stage.number, micro] = _Before(generator=torch.get_rng_state(), buffers=buffers)
+        with torch.no_grad():
+            return stage.module(given.value)
+
+    def loss_phase(
+        self, stage: Stage, given: Given, targets: Any, *, share: float
+    ) -> tuple[float, list[torch.Tensor | None]]:
+        """Compute the last stage, the loss, and the gradients of both; return the loss and those of the input.
+
+        All are multiplied by ``share``, that of the micro-batch in the samples of its batch.
+        """
+        leaves = given.as_leaves()
+        with torch.enable_grad():
+            loss = self._loss(stage.module(leaves.value), targets)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+                raise UpdateError(
+                    f"loss(output, targets) returns one number, the mean over the samples, not {shape}; end it with "
+                    ".mean()"
+                )
+            loss = loss if share == 1.0 else loss * share
+            loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach()), [leaf.grad for leaf in leaves.tensors]
+
+    def backward(
+        self, stage: Stage, micro: int, given: Given, gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Compute the stage again, and the gradients of its parameters and input; return the latter."""
+        before = self._before.pop((stage.number, micro))
+        leaves = given.as_leaves()
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]), _buffers_as(stage.module, before.buffers):
+            torch.set_rng_state(before.generator)
+            outputs = outputs_of(stage.module(leaves.value), stage.number)
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs.tensors, gradients, strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        if pairs:
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        return [leaf.grad for leaf in leaves.tensors]
+
+
+def outputs_of(value: Any, number: int) -> Outputs:
+    """Check what a stage returned."""
+    if isinstance(value, torch.Tensor):
+        return Outputs(tensors=(value,), is_tuple=False)
+    if isinstance(value, tuple) and value and all(isinstance(one, torch.Tensor) for one in value):
+        return Outputs(tensors=value, is_tuple=True)
+    raise UpdateError(
+        f"Stage {number} returned a {type(value).__name__}; a stage that is not the last returns a tensor or a tuple "
+        "of tensors, with which the next stage is called as its one argument"
+    )
+
+
+def own_memory(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return ``tensors`` as contiguous ones that share no memory with ``others``, which may be written meanwhile."""
+    shared = {other.untyped_storage().data_ptr() for other in others}
+    return tuple(
+        tensor.detach().clone(memory_format=torch.contiguous_format)
+        if tensor.untyped_storage().data_ptr() in shared
+        else tensor.detach().contiguous()
+        for tensor in tensors
+    )
+
+
+@contextlib.contextmanager
+def _buffers_as(module: nn.Module, values: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let a module's buffers be as they were, and afterwards as they are now."""
+    now = [buffer.clone() for buffer in module.buffers()]
+    _set_buffers(module, values)
+    try:
+        yield
+    finally:
+        _set_buffers(module, now)
+
+
+@torch.no_grad()
+def _set_buffers(module: nn.Module, values: Sequence[torch.Tensor]) -> None:
+    for buffer, value in zip(module.buffers(), values, strict=True):
+        buffer.data.copy_(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasedSetting:
+    """The stages of one rank, and everything that it needs to train them."""
+
+    stages: Mapping[int, Stage]
+    """Those that it computes."""
+    num_stages: int
+    side: int
+    partner: int
+    max_stages: int
+    """Stages that have memory at once."""
+    optimizer: torch.optim.Optimizer
+    """The user's; its ``param_groups`` stay live."""
+    whole_parameters: bool
+    loss: Loss
+    input_budget_bytes: int | None
+    """What inputs that wait for their phase may take of memory; None is everything."""
+    clipping: Clipping | None
+    storage: Storage
+    manifest: Manifest | None
+    """Of the step that training begins with, if versions are kept."""
+    job: Communicator
+    """Of all ranks of the job."""
+    collectives: BucketCollectives
+    """Between the ranks of this side, which hold the same stages."""
+    port: Port
+    """Between all ranks of the job."""
+    stream: int
+    """Of the messages between the two ranks of a pair."""
+    versions: ControlStream | None
+    """Between all ranks of the job, to tell that a step is stored; None if no versions are kept."""
+
+    @property
+    def keeps_versions(self) -> bool:
+        """Whether each step is stored beside the one before."""
+        return self.manifest is not None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,7 +12,6 @@ from functools import partial
 import torch
 
 from syncline.runtime.worker_thread import WorkerThread
-from syncline.updates.phased.buffer_pool import BufferPool
 from syncline.updates.phased.instructions import (
     Commit,
     Drop,
@@ -31,9 +30,9 @@ from syncline.updates.phased.instructions import (
     Update,
 )
 from syncline.updates.phased.kept_inputs import InputStore
-from syncline.updates.phased.phase_work import PhaseWork
+from syncline.updates.phased.phase_work import PhasedSetting, PhaseWork
 from syncline.updates.phased.phases import Phases
-from syncline.updates.phased.setting import PhasedSetting
+from syncline.updates.phased.stage import BufferPool
 from syncline.updates.phased.stage_store import StageStore, gradients_name
 from syncline.updates.phased.updating import StageUpdater
 

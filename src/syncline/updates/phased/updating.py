@@ -25,7 +25,7 @@ from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.control import ControlStream
 from syncline.updates.inner import hyperparameters
-from syncline.updates.phased.state_file import ShardState
+from syncline.updates.phased.stage_store import ShardState
 from syncline.updates.shard import Shard
 
 

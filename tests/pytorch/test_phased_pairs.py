@@ -3,8 +3,8 @@
 import pytest
 
 from syncline.errors import ConfigurationError
+from syncline.pytorch.phased.setup import find_pair, pair_ranks
 from syncline.topology import Topology
-from syncline.updates.phased.pairs import find_pair, pair_ranks
 
 UNEVEN = """
 topology: uneven
