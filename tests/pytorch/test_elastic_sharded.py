@@ -19,7 +19,7 @@ from syncline.pytorch.fleet import Fleet
 from syncline.topology import Topology
 from syncline.updates import Sharded
 from syncline.updates.elastic_sharded import ElasticShardedUpdater
-from syncline.updates.redistribution import StateLostError
+from syncline.updates.peer_state import StateLostError
 
 FLAT = Topology.flat(4)
 CASE = CASES["sometimes_unused"]

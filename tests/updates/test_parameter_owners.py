@@ -16,7 +16,7 @@ from syncline.topology import Topology
 from syncline.topology.shipped import shipped_names
 from syncline.updates.bucket import BucketPlan, ParameterEntry, plan_buckets
 from syncline.updates.bucket_schedule import BucketSchedule, BucketScheduleOptions, plan_bucket_schedules
-from syncline.updates.parameter_owners import assign_parameters, matrix_cost
+from syncline.updates.ownership import assign_parameters, matrix_cost
 
 MATRICES = [(1024, 1024)] * 24
 

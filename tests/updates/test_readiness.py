@@ -10,7 +10,7 @@ import pytest
 
 from syncline.errors import UpdateError
 from syncline.priorities.meter import StepMeter
-from syncline.updates.readiness import Readiness
+from syncline.updates.sharded_updater import Readiness
 
 
 class Clock:
@@ -92,7 +92,7 @@ def test_what_another_thread_needs_is_no_part_of_the_forward_pass() -> None:
 
 
 def test_the_backstop_says_that_the_fault_is_of_this_very_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.updates.readiness.GRACE_S", 0.0)
+    monkeypatch.setattr("syncline.updates.sharded_updater.GRACE_S", 0.0)
     ready = Readiness(2)
     ready.begin()
     ready.finish(1)

@@ -14,8 +14,7 @@ from syncline.testing import run_threads
 from syncline.topology import Topology
 from syncline.updates.bucket import Slot
 from syncline.updates.control import ControlStream
-from syncline.updates.peer_state import HeldState, redistribute
-from syncline.updates.redistribution import StateLostError, StatePart, plan_redistribution
+from syncline.updates.peer_state import HeldState, StateLostError, StatePart, plan_redistribution, redistribute
 
 SIZES = {"weight": 97, "bias": 11, "scale": 1}
 Parts = list[StatePart]

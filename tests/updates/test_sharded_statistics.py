@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from syncline.updates.sharded_statistics import ShardedStatistics
+from syncline.updates.sharded_updater import ShardedStatistics
 
 
 def schedules(*owned: tuple[int, ...], num_replicas: int = 1) -> Any:

@@ -15,8 +15,8 @@ from syncline.runtime.worker_thread import WorkerThread
 from syncline.tensors.memory import bytes_of, reduction_for
 from syncline.updates import AllReduce, Sharded
 from syncline.updates.control import ControlStream
-from syncline.updates.readiness import Readiness
 from syncline.updates.report import StepReports
+from syncline.updates.sharded_updater import Readiness
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.complex64, torch.int8])

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from syncline.errors import UpdateError
+from syncline.tensors.memory import zeros_in_large_pages
 from syncline.updates.bucket import Bucket, BucketPlan, ParameterEntry, Slot, plan_buckets
-from syncline.updates.large_pages import zeros_in_large_pages
 from syncline.updates.private_torch import num_storage_users, storage_number, write_count
 
 _NUM_LOOKED_AT = 1000

@@ -41,7 +41,7 @@ from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketSchedule, plan_bucket_schedules
 from syncline.updates.combinations import TrainingRequest, check_combinations
 from syncline.updates.control import ControlStream
-from syncline.updates.host_portions import most_shares
+from syncline.updates.ownership import most_shares
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

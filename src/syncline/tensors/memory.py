@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from syncline.errors import ConfigurationError
@@ -236,3 +239,43 @@ def unpack(packed: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         values = packed[start:stop].clone().view(tensor.dtype).reshape(tensor.shape)
         tensor.data.copy_(values)
         start = stop
+
+
+# Host memory in large pages, where the kernel has them.
+#
+# Ranks of one machine copy out of each other's memory, and for each page the kernel looks up where it is: of pages of
+# 4 KiB that takes longer than the copying itself.
+
+PAGE_BYTES = 2 << 20
+ALIGNMENT_BYTES = 64
+"""Of each tensor, as PyTorch's own."""
+
+
+def aligned(num_bytes: int) -> int:
+    """Return the next multiple of :data:`ALIGNMENT_BYTES`."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def zeros_in_large_pages(sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Return zeros of dtype uint8 and these numbers of bytes (at least 1), one behind the other in large pages.
+
+    The memory is given back when the last of them is. Where the kernel has no large pages, it has small ones.
+
+    >>> [len(tensor) for tensor in zeros_in_large_pages([100, 3 << 20])]
+    [100, 3145728]
+    """
+    starts = list(accumulate(map(aligned, sizes), initial=0))
+    memory = mmap.mmap(-1, starts[-1] + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    edge = -_address(memory) % PAGE_BYTES
+    whole_bytes = starts[-1] // PAGE_BYTES * PAGE_BYTES  # a large page that is used in part would cost all of itself
+    if whole_bytes and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE, edge, whole_bytes)
+    return [
+        torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=edge + start)
+        for size, start in zip(sizes, starts[:-1], strict=True)
+    ]
+
+
+def _address(memory: mmap.mmap) -> int:
+    return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)

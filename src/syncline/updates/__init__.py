@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from syncline.updates.clustered.rule import Clustered
     from syncline.updates.local_steps import LocalSteps, Nesterov
     from syncline.updates.overlapped.rule import Overlapped
-    from syncline.updates.parameter_owners import matrix_cost
-    from syncline.updates.redistribution import StateLostError
+    from syncline.updates.ownership import matrix_cost
+    from syncline.updates.peer_state import StateLostError
     from syncline.updates.rule import Setting, Updater, UpdateRule
     from syncline.updates.sharded import Sharded
-    from syncline.updates.sharded_statistics import ShardedStatistics
+    from syncline.updates.sharded_updater import ShardedStatistics
 
 __all__ = [
     "Sharded",
@@ -34,12 +34,12 @@ __getattr__ = late_names(
     __name__,
     {
         "sharded": "Sharded",
-        "sharded_statistics": "ShardedStatistics",
-        "parameter_owners": "matrix_cost",
+        "sharded_updater": "ShardedStatistics",
+        "ownership": "matrix_cost",
         "allreduce": "AllReduce",
         "local_steps": "LocalSteps Nesterov",
         "overlapped.rule": "Overlapped",
-        "redistribution": "StateLostError",
+        "peer_state": "StateLostError",
         "clustered.rule": "Clustered",
         "rule": "UpdateRule Updater Setting",
     },

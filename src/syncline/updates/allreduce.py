@@ -27,8 +27,7 @@ from syncline.updates.combinations import (
 )
 from syncline.updates.compression import Compress, compress
 from syncline.updates.report import PendingReport
-from syncline.updates.rule import Setting
-from syncline.updates.whole import WholeRule, WholeUpdater
+from syncline.updates.rule import Setting, WholeRule, WholeUpdater
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

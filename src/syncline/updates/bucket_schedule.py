@@ -35,8 +35,7 @@ from syncline.schedule.step_flow import STEP
 from syncline.topology import Topology
 from syncline.units import format_duration
 from syncline.updates.bucket import BucketPlan, Slot
-from syncline.updates.host_portions import Portions, rank_shares
-from syncline.updates.parameter_owners import Cost, Owners, assign_parameters
+from syncline.updates.ownership import Cost, Owners, Portions, assign_parameters, rank_shares
 
 _log = logging.getLogger(__name__)
 

@@ -46,7 +46,7 @@ from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketSchedule, Runs, plan_for_owners
 from syncline.updates.control import ControlStream
 from syncline.updates.rule import Setting
-from syncline.updates.shard_view import Segment, segments_of
+from syncline.updates.shard import Segment, segments_of
 from syncline.updates.state import CODING_ERROR, StateEntry, StateSource
 
 Compress = Literal["off", "bf16", "int8", "int4", "auto"]

@@ -22,8 +22,7 @@ from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.control import every_rank
 from syncline.updates.peer_state import BESIDE, PeerState
 from syncline.updates.report import PendingReport
-from syncline.updates.shard import Shard
-from syncline.updates.shard_view import Segment
+from syncline.updates.shard import Segment, Shard
 
 GRADIENT, SET_ASIDE = f"{BESIDE}gradient", f"{BESIDE}set aside"
 """What moves with optimizer state when other ranks come to own it."""

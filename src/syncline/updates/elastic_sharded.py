@@ -21,12 +21,11 @@ from syncline.runtime.work import Work
 from syncline.schedule import Collective
 from syncline.updates.bucket import Bucket
 from syncline.updates.control import ControlStream
-from syncline.updates.host_portions import Portions
-from syncline.updates.peer_state import BESIDE, HeldState, PeerState, redistribute
-from syncline.updates.redistribution import StateLostError
+from syncline.updates.ownership import Portions
+from syncline.updates.peer_state import BESIDE, HeldState, PeerState, StateLostError, redistribute
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Commit, Setting
-from syncline.updates.shard_view import segments_of
+from syncline.updates.shard import segments_of
 from syncline.updates.sharded_updater import ShardedUpdater
 
 _VALUE = f"{BESIDE}value"

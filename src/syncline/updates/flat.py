@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from syncline.tensors.memory import bytes_of
+from syncline.tensors.memory import aligned, bytes_of
 from syncline.updates.bucket import Bucket
 
-ALIGNMENT_BYTES = 64
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
@@ -129,8 +128,3 @@ def weighted_sum(values: Sequence[torch.Tensor], factors: Sequence[float], *, ou
     for value, factor in zip(values[1:], factors[1:], strict=True):
         out.add_(value.to(out.dtype), alpha=factor)
     return out
-
-
-def aligned(num_bytes: int) -> int:
-    """Return the next multiple of :data:`ALIGNMENT_BYTES`."""
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -26,11 +26,10 @@ from syncline.runtime.work import Work
 from syncline.schedule import Collective
 from syncline.updates.bucket import Bucket
 from syncline.updates.divided import DividedGradients
-from syncline.updates.host_portions import Portions
-from syncline.updates.readiness import Readiness
+from syncline.updates.ownership import Portions
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting
-from syncline.updates.sharded_updater import ShardedUpdater
+from syncline.updates.sharded_updater import Readiness, ShardedUpdater
 from syncline.updates.state import StateEntry, StateSource
 
 

@@ -38,9 +38,8 @@ from syncline.updates.compression import Compress, compress
 from syncline.updates.control import ControlStream
 from syncline.updates.report import LocalReports, PendingReport, StepReports
 from syncline.updates.rounds import Move, Round
-from syncline.updates.rule import Setting
+from syncline.updates.rule import Setting, WholeRule, WholeUpdater
 from syncline.updates.state import StateEntry, StateSource, key_of_rank, parameter_entries, state_of_rank
-from syncline.updates.whole import WholeRule, WholeUpdater
 
 # The outer optimizer: what the averaged difference of a period does to the parameters (DiLoCo's Nesterov momentum).
 #

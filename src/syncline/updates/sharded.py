@@ -17,10 +17,9 @@ from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.combinations import COMPRESSED, ELASTIC_WITH_HELPERS, LEAVING, NOBODY_WAITS, Combination
 from syncline.updates.compression import Compress, compress
 from syncline.updates.elastic_sharded import ElasticShardedUpdater
-from syncline.updates.host_portions import Portions
 from syncline.updates.in_backward import InBackwardUpdater
 from syncline.updates.inner import check_divisible
-from syncline.updates.parameter_owners import Cost
+from syncline.updates.ownership import Cost, Portions
 from syncline.updates.rule import Setting
 from syncline.updates.sharded_updater import ShardedUpdater
 

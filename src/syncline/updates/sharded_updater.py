@@ -12,35 +12,202 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from syncline.errors import UpdateError
-from syncline.runtime.work import Work
+from syncline.priorities.meter import StepMeter
+from syncline.runtime.work import GRACE_S, Work
 from syncline.runtime.worker_thread import WorkerThread
 from syncline.schedule import Collective
+from syncline.schedule.spares import Apart
+from syncline.schedule.step_candidates import BALANCED
 from syncline.updates.bucket import Bucket
+from syncline.updates.bucket_schedule import BucketSchedule
 from syncline.updates.control import ControlStream
 from syncline.updates.divided import DividedGradients, GradientsOfStep
-from syncline.updates.host_portions import Portions
 from syncline.updates.inner import hyperparameters
-from syncline.updates.peer_state import HeldState, PeerState, redistribute
-from syncline.updates.readiness import Readiness
-from syncline.updates.redistribution import StatePart
+from syncline.updates.ownership import Portions
+from syncline.updates.peer_state import HeldState, PeerState, StatePart, redistribute
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting, Updater
-from syncline.updates.shard import Shard
-from syncline.updates.shard_view import segments_of
-from syncline.updates.sharded_statistics import ShardedStatistics
+from syncline.updates.shard import Shard, segments_of
 from syncline.updates.state import StateEntry, StateSource
 from syncline.variables import process_variables
 
 _log = logging.getLogger(__name__)
+
+
+# Which buckets' parameters are final: the training thread waits here, the other threads report here.
+#
+# This is the one place that knows when each bucket is under way and who needs it, so a meter of steps listens here.
+
+
+class Readiness:
+    """A flag for each bucket, and the first failure, which every later wait raises again.
+
+    Whoever has to wait does so within ``waiting()``, and until the collectives beneath have ended: they have the one
+    deadline, and their errors name who was late. Behind it is a backstop against faults of our own, which nothing that
+    a collective or a rank does can reach: ``timeout_s``, that of collectives, and once more, and a grace besides,
+    without a bucket that went on.
+    """
+
+    def __init__(self, num_buckets: int, waiting: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._waiting = waiting
+        self._meter: StepMeter | None = None
+        self._final = [True] * num_buckets
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._went_on_s = time.monotonic()
+
+    def watch(self, meter: StepMeter) -> None:
+        """Tell ``meter`` from now on of each bucket that is gathered, and of each that is needed."""
+        self._meter = meter
+
+    def is_final(self, buckets: Iterable[int]) -> bool:
+        """Whether no wait is needed for these buckets; True also if something failed before they were begun."""
+        return all(self._final[index] for index in buckets)
+
+    def begin(self) -> None:
+        """All parameters are about to change."""
+        with self._changed:
+            self._final = [False] * len(self._final)
+
+    def gather(self, bucket: int) -> None:
+        """Note that the parameters of ``bucket`` are on their way to this rank."""
+        with self._changed:
+            self._went_on_s = time.monotonic()
+        if self._meter is not None:
+            self._meter.gather_began(bucket)
+
+    def finish(self, bucket: int) -> None:
+        """Note that the parameters of ``bucket`` are final."""
+        if self._meter is not None:
+            self._meter.gather_ended(bucket)
+        with self._changed:
+            self._final[bucket] = True
+            self._went_on_s = time.monotonic()
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing will become final any more; the first error is the one that is told."""
+        with self._changed:
+            if self._failure is None:
+                self._failure = error
+            self._changed.notify_all()
+
+    def raise_failure(self) -> None:
+        """Raise the first failure, if there was one."""
+        if self._failure is not None:
+            raise self._failure
+
+    def wait(self, buckets: Iterable[int], timeout_s: float) -> None:
+        """Wait until these buckets are final; raises the first failure if they never are."""
+        wanted = tuple(buckets)
+        if self._meter is not None:
+            self._meter.needed(wanted)
+        if not self.is_final(wanted):
+            with self._waiting():
+                self._wait(wanted, timeout_s)
+        if self._meter is not None:
+            self._meter.available(wanted)
+
+    def _wait(self, wanted: tuple[int, ...], timeout_s: float) -> None:
+        """Wait; a collective may begin when another ends, so that two of their times go by between two buckets."""
+        limit_s = 2 * timeout_s + GRACE_S
+        with self._changed:
+            self._went_on_s = time.monotonic()
+            while self._failure is None and not self.is_final(wanted):
+                left_s = self._went_on_s + limit_s - time.monotonic()
+                if left_s <= 0:
+                    late = [index for index in wanted if not self._final[index]]
+                    raise UpdateError(
+                        f"No bucket was updated or gathered for {limit_s:g} s and no collective has failed, so this "
+                        f"rank's own update thread does not go on (buckets {late}); look where it is (py-spy dump "
+                        "--pid), or give syncline.init() a longer timeout if the optimizer steps for so long"
+                    )
+                self._changed.wait(left_s)
+            if self._failure is not None:
+                raise self._failure
+
+
+_ALIKE = 0.01
+_MOST_LISTED = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedStatistics:
+    """How the parameters, and with them the optimizer's state, are divided among the ranks.
+
+    >>> model, optimizer = syncline.distribute(model, optimizer, syncline.Sharded())
+    >>> print(optimizer.statistics())
+    portions="balanced": each rank owns 100.0 % of 10 elements
+    """
+
+    portions: Literal["balanced", "fastest", "given"] | float
+    """What was asked for; "given" are those of a mapping."""
+    shares: tuple[float, ...]
+    """The part of all elements that each rank owns; what it is the spare of counts."""
+    num_elements: int
+    """Of all parameters in buckets."""
+    num_replicas: int = 1
+    """How many parts of the job own all elements, each by itself."""
+    spares: Apart | None = None
+    """What each range's owner and its spare are apart by: other racks, hosts or ranks; None without spares."""
+
+    @classmethod
+    def of(cls, bucket_schedules: Sequence[BucketSchedule], portions: Portions) -> ShardedStatistics:
+        """Count what the ranks own of all buckets."""
+        owned = [sum(numbers) for numbers in zip(*(one.num_owned for one in bucket_schedules), strict=True)]
+        num_elements = sum(one.layout.num_elements for one in bucket_schedules)
+        return cls(
+            portions="given" if isinstance(portions, Mapping) else portions,
+            shares=tuple(number / max(1, num_elements) for number in owned),
+            num_elements=num_elements,
+            num_replicas=max(1, len(bucket_schedules[0].replicas)) if bucket_schedules else 1,
+            spares=bucket_schedules[0].apart if bucket_schedules else None,
+        )
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether no rank owns more than 1.25 / N, or twice that with what it is the spare of."""
+        return max(self.shares, default=0.0) * len(self.shares) <= BALANCED * (1 + _ALIKE) * (
+            1 if self.spares is None else 2
+        )
+
+    def __str__(self) -> str:
+        """One line for people."""
+        least, most = min(self.shares, default=0.0), max(self.shares, default=0.0)
+        if math.isclose(least, most, rel_tol=_ALIKE):
+            owned = f"each rank owns {_percent(most)} of {self.num_elements} elements"
+        else:
+            listed = ", ".join(
+                f"rank {rank} {_percent(share)}" for rank, share in enumerate(self.shares[:_MOST_LISTED])
+            )
+            more = ", ..." if len(self.shares) > _MOST_LISTED else ""
+            owned = f"of {self.num_elements} elements ranks own {_percent(least)} to {_percent(most)}: {listed}{more}"
+        if self.spares is not None:
+            return f"a spare of each range in another {self.spares}: {owned}"
+        if self.num_replicas > 1:
+            return f"{self.num_replicas} replicas: {owned}"
+        if self.portions == "balanced" and not self.is_balanced:
+            owned += (
+                "; with at most 1.25 / N each the predicted step would be more than 10 % longer, or parameters are "
+            )
+            owned += "too large"
+        asked = f'"{self.portions}"' if isinstance(self.portions, str) else f"{self.portions:g}"
+        return f"portions={asked}: {owned}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from syncline.updates.phased.micro_batches import Part
 from syncline.updates.phased.stage import BufferPool
 from syncline.updates.phased.stage_store import ShardState, read_state
 from syncline.updates.phased.storage import Folder, TemporaryFiles
-from syncline.updates.shard_view import Segment
+from syncline.updates.shard import Segment
 
 TENSORS = {
     "weight": torch.randn(3, 5, dtype=torch.float64),

@@ -27,8 +27,8 @@ from syncline.pytorch.checkpoint.state import Chunk, SavedState
 from syncline.pytorch.fleet import Fleet
 from syncline.runtime.communicator import DEFAULT_TIMEOUT_S, Communicator
 from syncline.runtime.worker_thread import JOIN_S
+from syncline.tensors.memory import PAGE_BYTES, aligned, zeros_in_large_pages
 from syncline.updates.control import ControlStream, every_rank
-from syncline.updates.large_pages import ALIGNMENT_BYTES, PAGE_BYTES, zeros_in_large_pages
 
 _log = logging.getLogger(__name__)
 _known: WeakKeyDictionary[object, BackgroundWriter] = WeakKeyDictionary()
@@ -232,7 +232,7 @@ class BackgroundWriter:
 
 def _places(chunks: Sequence[Chunk]) -> list[int]:
     """Return how many bytes each chunk takes in a snapshot."""
-    return [-(-chunk.tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for chunk in chunks]
+    return [aligned(chunk.tensor.nbytes) for chunk in chunks]
 
 
 def writer_of(owner: object) -> BackgroundWriter:

@@ -23,8 +23,7 @@ from syncline.updates.clustered.node import Node
 from syncline.updates.combinations import OF_INDEPENDENT_RANKS, WHOLE_STATE, Combination
 from syncline.updates.flat import Vector, VectorShape
 from syncline.updates.report import PendingReport
-from syncline.updates.rule import Setting
-from syncline.updates.whole import WholeRule, WholeUpdater
+from syncline.updates.rule import Setting, WholeRule, WholeUpdater
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,8 +29,8 @@ import torch
 from syncline.fabric import BULK
 from syncline.observe import Trace
 from syncline.runtime.port import Port
-from syncline.tensors.memory import bytes_of
-from syncline.updates.flat import aligned, shares, sum_dtype, weighted_sum
+from syncline.tensors.memory import aligned, bytes_of
+from syncline.updates.flat import shares, sum_dtype, weighted_sum
 from syncline.updates.messaging import MessageStream, decode_record, encode_record
 from syncline.updates.overlapped.placement import ServerLayout
 from syncline.updates.overlapped.rebase import Collect

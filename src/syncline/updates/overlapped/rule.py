@@ -17,8 +17,7 @@ from syncline.updates.overlapped.placement import DEDICATED, ServerLayout, place
 from syncline.updates.overlapped.rebase import Collect, Rebase
 from syncline.updates.overlapped.server_client import OverlappedStatistics, ServerClient, TreeMean
 from syncline.updates.report import PendingReport
-from syncline.updates.rule import NonfiniteOrigin, Setting
-from syncline.updates.whole import WholeRule, WholeUpdater
+from syncline.updates.rule import NonfiniteOrigin, Setting, WholeRule, WholeUpdater
 
 Kind = Literal["swap", "rebase"]
 FRESH = 8

@@ -1,4 +1,4 @@
-"""One stage on the rank that computes it, a module whose parameters have memory only while it is held; and that memory."""
+"""One stage on the rank that computes it: a module whose parameters have memory only while it is held; that memory."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ from syncline.updates.bucket import BucketPlan
 from syncline.updates.phased.stage import Ledger, Stage
 from syncline.updates.phased.storage import Storage, Tensors
 from syncline.updates.phased.versions import Manifest, checksum, forget, versioned
-from syncline.updates.shard import Shard
-from syncline.updates.shard_view import Segment
+from syncline.updates.shard import Segment, Shard
 
 
 def parameters_name(number: int) -> str:

@@ -13,7 +13,7 @@ from syncline.errors import ConfigurationError
 from syncline.topology import Host, Topology
 from syncline.updates import Sharded
 from syncline.updates.bucket import BucketPlan, ParameterEntry, plan_buckets
-from syncline.updates.host_portions import most_shares, rank_shares, state_bytes_per_element
+from syncline.updates.ownership import most_shares, rank_shares, state_bytes_per_element
 
 DEEP = Topology.load("deep-asymmetric")
 CPU = torch.device("cpu")
@@ -117,7 +117,7 @@ def test_memory_limits_nothing_where_it_or_the_state_is_not_known(caplog: pytest
         "it keeps no state"
     )
     own = type("Own", (torch.optim.SGD,), {})
-    with caplog.at_level(logging.WARNING, logger="syncline.updates.host_portions"):
+    with caplog.at_level(logging.WARNING, logger="syncline.updates.ownership"):
         assert most_shares(small, plans_of(), optimizer_of(own), num_copies=1, tells=True) is None
     assert "nobody knows what Own keeps" in caplog.text
 

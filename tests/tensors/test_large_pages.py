@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from syncline.updates.large_pages import PAGE_BYTES, zeros_in_large_pages
+from syncline.tensors.memory import PAGE_BYTES, zeros_in_large_pages
 
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
