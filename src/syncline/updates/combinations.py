@@ -110,61 +110,56 @@ WHOLE_STATE = Combination(
     "take Sharded(), or leave memory out of the topology",
     is_refused=False,
 )
+_CODES, _NO_GATEWAY = "in which each rank sends codes to other sites itself", "leave gateway out of the topology"
 COMPRESSED = tuple(
     Combination(
-        setting,
-        f"with compress, {why}",
-        f'{remedy}, or compress="off"',
-        when=lambda rule, _: rule.compress != "off",
+        setting, f"with compress, {why}", f'{remedy}, or compress="off"', when=lambda rule, _: rule.compress != "off"
     )
     for setting, why, remedy in (
         ("elastic=True", "whose codes lack what is lost with a rank", "leave out elastic="),
-        ("gateway: one", "in which each rank sends codes to other sites itself", "leave gateway out of the topology"),
-        (
-            "gateway: helper",
-            "in which each rank sends codes to other sites itself",
-            "leave gateway out of the topology",
-        ),
+        ("gateway: one", _CODES, _NO_GATEWAY),
+        ("gateway: helper", _CODES, _NO_GATEWAY),
     )
 )
 """Of rules with codes on slow links."""
+
+
+def on_preemption(why: str, remedy: str) -> tuple[Combination, ...]:
+    """Refuse both wishes of ``on_preemption``."""
+    return tuple(Combination(f'on_preemption="{wish}"', why, remedy) for wish in ("leave", "checkpoint"))
+
+
+def one_gateway(why: str, *, others: str = "take AllReduce() or Sharded(), or ") -> Combination:
+    """Ignore that a host has one gateway; ``others`` are what else helps."""
+    return Combination("gateway: one", why, f"{others}write 'gateway: every' in the topology", is_refused=False)
+
+
+_APART = "whose ranks do not end each step together"
+_NOT_EVERY_STEP = Combination(
+    "gateway: helper", "in which not every rank makes every step", f"take AllReduce() or Sharded(), or {WRITE_ONE}"
+)
 OF_INDEPENDENT_RANKS = (
-    Combination(
-        "gateway: helper", "in which not every rank makes every step", f"take AllReduce() or Sharded(), or {WRITE_ONE}"
-    ),
+    _NOT_EVERY_STEP,
     Combination(
         "Elastic(min_ranks=)",
         "which has a quorum of its own and goes on without lost ranks by that",
         "say elastic=True, and quorum= to the rule",
     ),
-    *(
-        Combination(
-            f'on_preemption="{wish}"',
-            "whose ranks do not end each step together",
-            "leave it out, and call optimizer.end_period() and save_checkpoint() from a handler of your own",
-        )
-        for wish in ("leave", "checkpoint")
+    *on_preemption(
+        _APART, "leave it out, and call optimizer.end_period() and save_checkpoint() from a handler of your own"
     ),
     NOBODY_WAITS,
+    WHOLE_STATE,
 )
 """Of rules in which ranks do not wait for each other in every step."""
 OF_LOCAL_STEPS = (
-    Combination(
-        "gateway: helper", "in which not every rank makes every step", f"take AllReduce() or Sharded(), or {WRITE_ONE}"
-    ),
+    _NOT_EVERY_STEP,
     Combination(
         "elastic=True",
         "whose rounds need every rank",
         "take AllReduce() or Sharded(spares=1), or start again from the last checkpoint (syncline run --restarts)",
     ),
-    *(
-        Combination(
-            f'on_preemption="{wish}"',
-            "whose ranks do not end each step together",
-            "leave it out, and call save_checkpoint() on all ranks at the same step",
-        )
-        for wish in ("leave", "checkpoint")
-    ),
+    *on_preemption(_APART, "leave it out, and call save_checkpoint() on all ranks at the same step"),
     NOBODY_WAITS,
     WHOLE_STATE,
 )

@@ -21,7 +21,14 @@ from syncline.runtime.control import Tally
 from syncline.runtime.failures import PHASED_STEP
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
 from syncline.updates.bucket_schedule import BucketScheduleOptions
-from syncline.updates.combinations import WRITE_ONE, Combination, TrainingRequest, check_combinations
+from syncline.updates.combinations import (
+    WRITE_ONE,
+    Combination,
+    TrainingRequest,
+    check_combinations,
+    on_preemption,
+    one_gateway,
+)
 from syncline.updates.phased.driver import PairDriver, PhasedStatistics
 from syncline.updates.phased.instructions import Pass
 from syncline.updates.phased.micro_batches import MicroBatch, check_rows, plan_parts, take
@@ -79,20 +86,8 @@ OF_PHASE = (
         "which needs all of its ranks (SYNCLINE_ELASTIC=on, as syncline run --elastic says)",
         "say --restarts N without --elastic: then all ranks start again, with resume=True from storage",
     ),
-    *(
-        Combination(
-            f'on_preemption="{wish}"',
-            "which keeps what is needed to go on in its storage",
-            "leave it out, and say resume=True",
-        )
-        for wish in ("leave", "checkpoint")
-    ),
-    Combination(
-        "gateway: one",
-        "in which both sides of the pairs have a gateway of their own",
-        "write 'gateway: every' in the topology",
-        is_refused=False,
-    ),
+    *on_preemption("which keeps what is needed to go on in its storage", "leave it out, and say resume=True"),
+    one_gateway("in which both sides of the pairs have a gateway of their own", others=""),
     Combination(
         "memory",
         "which does not limit what a rank owns",

@@ -20,7 +20,7 @@ from syncline.updates.clustered.grouping import ClusterChoice, Pace, Regrouping,
 from syncline.updates.clustered.means import Contributions, Period
 from syncline.updates.clustered.messages import Agreed, Clusters, Kind, Measurement, Provided, RecordSchedule
 from syncline.updates.clustered.node import Node
-from syncline.updates.combinations import OF_INDEPENDENT_RANKS, WHOLE_STATE, Combination
+from syncline.updates.combinations import OF_INDEPENDENT_RANKS, Combination, one_gateway
 from syncline.updates.flat import Vector, VectorShape
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting, WholeRule, WholeUpdater
@@ -89,13 +89,7 @@ class Clustered(WholeRule):
     is_literal: bool = field(default=False, init=False)
     combinations: ClassVar[tuple[Combination, ...]] = (
         *OF_INDEPENDENT_RANKS,
-        Combination(
-            "gateway: one",
-            "in which whoever is elected server exchanges with other hosts",
-            "take AllReduce() or Sharded(), or write 'gateway: every' in the topology",
-            is_refused=False,
-        ),
-        WHOLE_STATE,
+        one_gateway("in which whoever is elected server exchanges with other hosts"),
         Combination(
             'Priorities(search="equal")',
             "whose messages all go in the last class",

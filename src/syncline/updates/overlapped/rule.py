@@ -11,7 +11,7 @@ import torch
 from syncline.arguments import Count, Whole, check_fields
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.updates.bucket import Bucket
-from syncline.updates.combinations import OF_INDEPENDENT_RANKS, WHOLE_STATE, Combination
+from syncline.updates.combinations import OF_INDEPENDENT_RANKS, Combination, one_gateway
 from syncline.updates.overlapped.link import BucketLayout, Feed
 from syncline.updates.overlapped.placement import DEDICATED, ServerLayout, place_shards, server_ranks
 from syncline.updates.overlapped.rebase import Collect, Rebase
@@ -77,13 +77,7 @@ class Overlapped(WholeRule):
     is_literal: bool = field(default=False, init=False)
     combinations: ClassVar[tuple[Combination, ...]] = (
         *OF_INDEPENDENT_RANKS,
-        Combination(
-            "gateway: one",
-            "in which every rank sends its gradients to the servers itself",
-            "take AllReduce() or Sharded(), or write 'gateway: every' in the topology",
-            is_refused=False,
-        ),
-        WHOLE_STATE,
+        one_gateway("in which every rank sends its gradients to the servers itself"),
     )
 
     def __post_init__(self) -> None:
