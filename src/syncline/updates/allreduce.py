@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from syncline.arguments import Count, check_fields
-from syncline.errors import DeadlineError, PeerLostError, UpdateError
+from syncline.errors import UpdateError
 from syncline.runtime.work import Work
 from syncline.schedule import Collective
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
@@ -27,7 +27,7 @@ from syncline.updates.combinations import (
 )
 from syncline.updates.compression import Compress, compress
 from syncline.updates.report import PendingReport
-from syncline.updates.rule import Setting, WholeRule, WholeUpdater
+from syncline.updates.rule import Setting, WholeRule, WholeUpdater, recovering
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,11 +164,9 @@ class ElasticAllReduceUpdater(AllReduceUpdater):
         """Wait for the mean gradients, and until all members have them; go on without those that are lost meanwhile."""
         self._report = report
         while not report.is_done:
-            try:
+            with recovering(self._recover):
                 self._wait()
                 report.commit()
-            except (PeerLostError, DeadlineError) as error:
-                self._recover(error)
         self._report = None
         return self._combine(report)
 

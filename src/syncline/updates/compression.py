@@ -163,8 +163,7 @@ def crossing_bytes(
     """
     crossing: dict[DirectedLink, float] = {}
     num_elements, num_ranks = num_bytes // 4, topology.num_ranks
-    owners = even_owners(num_elements, num_ranks) if shares is None else owners_by_share(num_elements, shares)
-    cells = cells_of(owners, sites)
+    cells = cells_of(owners_by_share(num_elements, shares or [1 / num_ranks] * num_ranks), sites)
     pairs = [(cell, collector) for cell in cells for collector in cell.collectors if collector != cell.owner]
     for cell, collector in pairs:
         for link in (*topology.route(collector, cell.owner), *topology.route(cell.owner, collector)):

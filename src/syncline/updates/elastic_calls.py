@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 
-from syncline.members import LOSSES
 from syncline.members.job_record import NO_FLAGS, Flags
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
 from syncline.schedule import Collective
 from syncline.updates.control import ControlStream
 from syncline.updates.report import Notes, PendingReport, StepReports, encode
-from syncline.updates.rule import Recover
+from syncline.updates.rule import Recover, recovering
 
 Positions = tuple[int, tuple[int, ...]]
 """The number of the first call that is kept, and for each from there on the bytes of its result; -1 for one without."""
@@ -81,13 +80,9 @@ class ElasticCall(Work):
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the result, if need be in a later epoch; raises what is no loss, and where this rank stops."""
         assert timeout_s is None, "a call that may go on in a later epoch has its own deadlines"
-        while True:
-            try:
+        while not self.is_complete:
+            with recovering(self._recover):
                 self.wait_in_epoch()
-            except LOSSES as error:
-                self._recover(error)
-            else:
-                return
 
     def begin(self, start: Callable[[torch.Tensor, str, int | None], Work]) -> None:
         """Begin it, or begin it again."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from syncline.errors import DeadlineError, PeerLostError, UpdateError
+from syncline.errors import UpdateError
 from syncline.runtime.work import Work
 from syncline.schedule import Collective
 from syncline.updates.bucket import Bucket
@@ -24,7 +24,7 @@ from syncline.updates.control import ControlStream
 from syncline.updates.ownership import Portions
 from syncline.updates.peer_state import BESIDE, HeldState, PeerState, StateLostError, redistribute
 from syncline.updates.report import PendingReport
-from syncline.updates.rule import Commit, Setting
+from syncline.updates.rule import Commit, Setting, recovering
 from syncline.updates.shard import segments_of
 from syncline.updates.sharded_updater import ShardedUpdater
 
@@ -97,31 +97,25 @@ class ElasticShardedUpdater(ShardedUpdater):
         """Wait for the combined gradients, until all ranks have them; go on without those that are lost meanwhile."""
         self._report = report
         while not report.is_done:
-            try:
+            with recovering(self._recover):
                 self._gradients.wait_reductions()
                 report.commit()
-            except (PeerLostError, DeadlineError) as error:
-                self._recover(error)
         self._end_pass()
 
     def step(self) -> None:
         """Step the shard once all ranks have come to it, and gather the parameters."""
         self._update_under_way = under_way = _UpdateUnderWay(options=self._hyperparameters())
         while not under_way.is_agreed:
-            try:
+            with recovering(self._recover):
                 under_way.commit = self._start_commit("begin of a step")
                 under_way.commit.wait_in_epoch()
-            except (PeerLostError, DeadlineError) as error:
-                self._recover(error)
         if not under_way.is_applied:
             self._apply(under_way, gathers=True)
         while self._fresh:
-            try:
+            with recovering(self._recover):
                 for index, work in tuple(self._gathers.items()):
                     work.wait()
                     self._take_gathered(index)
-            except (PeerLostError, DeadlineError) as error:
-                self._recover(error)
         self._update_under_way = None
 
     def wait_parameters(self, buckets: Iterable[int]) -> None:
@@ -150,10 +144,8 @@ class ElasticShardedUpdater(ShardedUpdater):
         Who has come brings nothing, and all count the same steps. Where a rank is lost meanwhile, the others go on.
         """
         self._former, self._is_empty = list(held), True
-        try:
+        with recovering(self._recover):  # whose last part is a move
             self._move()
-        except (PeerLostError, DeadlineError) as error:
-            self._recover(error)  # whose last part is a move
 
     def must_go_back(self) -> bool:
         """Whether all ranks go back to a checkpoint at the end of this step; asked once for each.
@@ -170,11 +162,9 @@ class ElasticShardedUpdater(ShardedUpdater):
             load()
             if self._num_moves != num_moves:
                 continue  # for a division that is over
-            try:
+            with recovering(self._recover):
                 self._went_back = self._start_commit("return to a checkpoint")
                 self._went_back.wait_in_epoch()
-            except (PeerLostError, DeadlineError) as error:
-                self._recover(error)
             if self._went_back is not None and self._went_back.is_complete:
                 self.lost_state = self._went_back = None
 
@@ -216,10 +206,7 @@ class ElasticShardedUpdater(ShardedUpdater):
 
     def _move(self) -> None:
         """Divide what the ranks keep as the schedules of the new epoch say; a collective, which may be cut off."""
-        schedules = self.collectives.bucket_schedules
-        control = ControlStream(
-            self.collectives.communicator, stream=schedules[0].stream, timeout_s=self.collectives.timeout_s
-        )
+        control = self._control_of_move()
         self._num_moves += 1
         self._gradients.forget_stepped()
         self._agree_on_step(control)

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 
@@ -39,7 +39,7 @@ from syncline.updates.control import ControlStream
 from syncline.updates.report import LocalReports, PendingReport, StepReports
 from syncline.updates.rounds import Move, Round
 from syncline.updates.rule import Setting, WholeRule, WholeUpdater
-from syncline.updates.state import StateEntry, StateSource, key_of_rank, parameter_entries, state_of_rank
+from syncline.updates.state import StateSource, key_of_rank, state_of_rank
 
 # The outer optimizer: what the averaged difference of a period does to the parameters (DiLoCo's Nesterov momentum).
 #
@@ -300,22 +300,10 @@ class LocalStepsUpdater(WholeUpdater):
         """Say how many rounds were waited for, and how long."""
         return f"rounds {self._num_rounds}, waited for {self._num_waits}: {self._waited_s:.1f} s"
 
-    def state_entries(self) -> list[StateEntry]:
+    def _saved(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return all state of this rank; that of rank 0 under its plain keys, and the outer velocity once."""
         rank = self.collectives.rank
-        return [
-            entry
-            for bucket in self.buckets
-            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True)
-            for entry in parameter_entries(
-                slot,
-                {
-                    key_of_rank(key, rank): value
-                    for key, value in self.optimizer.state.get(tensor, {}).items()
-                    if rank == 0 or key != VELOCITY
-                },
-            )
-        ]
+        return {key_of_rank(key, rank): value for key, value in state.items() if rank == 0 or key != VELOCITY}
 
     def load_state(self, source: StateSource) -> None:
         """Take the state that this rank had; what all ranks have alike, or a rank of a smaller job, where it is new."""

@@ -20,7 +20,7 @@ from syncline.errors import UpdateError
 from syncline.tensors.memory import aligned, bytes_of
 from syncline.updates.bucket import Slot
 from syncline.updates.control import ControlStream
-from syncline.updates.state import StateEntry, copied, decode_value, encode_single
+from syncline.updates.state import StateEntry, copied, decode_value, describe_state
 
 BESIDE = "~"
 """Keys that begin so are no optimizer state."""
@@ -161,6 +161,14 @@ class HeldState:
     divided: Mapping[str, torch.Tensor] = field(default_factory=dict)
     single: Mapping[str, Any] = field(default_factory=dict)
 
+    def entries(self, *, is_spare: bool = False) -> Iterator[StateEntry]:
+        """Yield the same key by key."""
+        name, start, stop = self.part
+        for key, value in self.divided.items():
+            yield StateEntry(parameter=name, key=key, value=value, start=start, stop=stop, is_spare=is_spare)
+        for key, value in self.single.items():
+            yield StateEntry(parameter=name, key=key, value=value, is_spare=is_spare)
+
 
 class PeerState:
     """A :class:`~syncline.updates.state.StateSource` of what this rank has and what it was sent."""
@@ -221,7 +229,8 @@ def redistribute(
     ``held`` is what this rank has, ``wanted`` what each rank is to have, in rank order and alike on all ranks. Raises
     :class:`StateLostError` on every rank if nobody has some of it, and what a collective does.
     """
-    told = control.all_gather(_describe(held), label)
+    catalogue = describe_state(entry for one in held for entry in one.entries())
+    told = control.all_gather(([one.part for one in held], catalogue), label)
     kinds: dict[str, dict[str, Any]] = defaultdict(dict)
     for _, keys in told:
         for name, values in keys.items():
@@ -233,16 +242,6 @@ def redistribute(
     for batch in _batches(plan.moves, kinds):
         source.take(list(_exchange(control, batch, kinds, source, label)))
     return source
-
-
-def _describe(held: Sequence[HeldState]) -> tuple[list[StatePart], dict[str, dict[str, Any]]]:
-    kinds: dict[str, dict[str, Any]] = defaultdict(dict)
-    for one in held:
-        of_parameter = kinds[one.part.parameter]
-        of_parameter.update({key: str(value.dtype) for key, value in one.divided.items()})
-        for key, value in one.single.items():
-            of_parameter[key] = [encode_single(StateEntry(parameter=one.part.parameter, key=key, value=value))]
-    return [one.part for one in held], kinds
 
 
 def _divided(part: StatePart, kinds: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, torch.dtype]]:

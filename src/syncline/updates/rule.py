@@ -15,12 +15,14 @@ which does the work for one model. The seams to PyTorch call the updater, on the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from syncline.members import LOSSES
 from syncline.priorities.tuner import ClassTuner
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_collectives import BucketCollectives
@@ -34,6 +36,15 @@ Recover = Callable[[BaseException], None]
 """Called on the training thread with what a collective of this epoch ended with: raises it if it is no loss, or if this
 rank does not go on. Else it returns in a new epoch: ``collectives`` move buckets among the members that are left, and
 :meth:`Updater.resume` was called."""
+
+
+@contextmanager
+def recovering(recover: Recover) -> Iterator[None]:
+    """Let what is called within end with the loss of ranks: who calls it then looks where it stands, and goes on."""
+    try:
+        yield
+    except LOSSES as error:
+        recover(error)
 
 
 class NonfiniteOrigin(NamedTuple):
@@ -339,15 +350,17 @@ class WholeUpdater(Updater):
         return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def state_entries(self) -> list[StateEntry]:
-        """Return the whole state on rank 0 and nothing elsewhere; where ranks differ in state, rank 0's is kept."""
-        if self.collectives.rank != 0:
-            return []
+        """Return what of the whole state this rank saves."""
         return [
             entry
             for bucket in self.buckets
             for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True)
-            for entry in parameter_entries(slot, self.optimizer.state.get(tensor, {}))
+            for entry in parameter_entries(slot, self._saved(self.optimizer.state.get(tensor, {})))
         ]
+
+    def _saved(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what this rank saves of a parameter's state; where ranks differ in state, rank 0's is kept."""
+        return state if self.collectives.rank == 0 else {}
 
     def load_state(self, source: StateSource) -> None:
         """Take the whole state."""

@@ -245,13 +245,17 @@ class Shard:
 
     def state_entries(self) -> Iterator[StateEntry]:
         """Yield the state, parameter by parameter; single values by who has the first element alone."""
-        for view in self._views:
-            assert self._inner is not None, "views have an optimizer"
-            for key, value in self._inner.state.get(view.tensor, {}).items():
-                yield from _entries(view, key, value)
+        for segment, held in self._pieces():
+            for entry in held.entries(is_spare=segment.is_spare):
+                if entry.start is not None or held.part.start == 0:
+                    yield entry
 
     def held(self) -> Iterator[HeldState]:
         """Yield all that this rank keeps, a range of a parameter at a time; single values with each of them."""
+        for _, held in self._pieces():
+            yield held
+
+    def _pieces(self) -> Iterator[tuple[Segment, HeldState]]:
         for view in self._views:
             assert self._inner is not None, "views have an optimizer"
             state = self._inner.state.get(view.tensor, {})
@@ -263,7 +267,7 @@ class Shard:
             single = {key: value for key, value in state.items() if key not in divided}
             for place, segment in enumerate(view.segments):
                 values = {key: parts[place] for key, parts in divided.items()}
-                yield HeldState(part=segment.part, divided=values, single=single)
+                yield segment, HeldState(part=segment.part, divided=values, single=single)
 
     def load_state(self, source: StateSource) -> None:
         """Replace the state by the owned part of what ``source`` has; parameters that it lacks start anew."""
@@ -327,16 +331,3 @@ class Shard:
                 self._inner.state.pop(view.tensor, None)
         self._views = views
         self._inner.param_groups[0]["params"] = [view.tensor for view in views]
-
-
-def _entries(view: ShardView, key: str, value: Any) -> Iterator[StateEntry]:
-    if is_elementwise(key, value, view.tensor.shape):
-        for segment, part in view.elements(value):
-            first = segment.start - segment.slot.start
-            last = segment.stop - segment.slot.start
-            name, is_spare = segment.slot.name, segment.is_spare
-            yield StateEntry(parameter=name, key=key, value=part, start=first, stop=last, is_spare=is_spare)
-        return
-    for segment in view.segments:
-        if segment.start == segment.slot.start:
-            yield StateEntry(parameter=segment.slot.name, key=key, value=value, is_spare=segment.is_spare)

@@ -238,11 +238,7 @@ class ShardedUpdater(Updater):
         self._whole_parameters, self._portions = whole_parameters, portions
         self.defers_parameters = overlap_forward
         self._checks_stale = overlap_forward and process_variables().get("SYNCLINE_CHECK_STALE") == "1"
-        bucket_schedules = self.collectives.bucket_schedules
-        self.shards = [self._new_shard(bucket) for bucket in self.buckets]
-        self.replicas = bucket_schedules[0].replicas
-        self.is_in_first_replica = not self.replicas or self.collectives.rank in self.replicas[0]
-        self._statistics = ShardedStatistics.of(bucket_schedules, portions)
+        self._follow_schedules()
         if self.collectives.rank == 0:
             _log.info("%s", self._statistics)
         num_parameters = sum(len(bucket.plan.slots) for bucket in self.buckets)
@@ -359,13 +355,9 @@ class ShardedUpdater(Updater):
 
     def divide_anew(self) -> None:
         """Divide state as the schedules say that the buckets have by now, between two steps."""
-        control = ControlStream(
-            self.collectives.communicator,
-            stream=self.collectives.bucket_schedules[0].stream,
-            timeout_s=self.collectives.timeout_s,
-        )
         self._gradients.forget_stepped()
-        self._take_over(redistribute(control, self._held(), self._wanted(self.buckets), distance=self._distance))
+        held, wanted = self._held(), self._wanted(self.buckets)
+        self._take_over(redistribute(self._control_of_move(), held, wanted, distance=self._distance))
 
     def held_state(self) -> list[HeldState]:
         """Return the state that this rank keeps, which outlives this updater."""
@@ -435,15 +427,24 @@ class ShardedUpdater(Updater):
 
     def _take_over(self, source: PeerState | None) -> None:
         """Keep what the schedules say, with the state and gradients that ``source`` has; None: they are lost."""
-        self.shards = [self._new_shard(bucket) for bucket in self.buckets]
+        self._follow_schedules()
         if source is not None:
             for shard in self.shards:
                 shard.load_state(source)
         self._gradients.move(self.shards, source)
+
+    def _follow_schedules(self) -> None:
+        """Own what the buckets' schedules say, without any state."""
         schedules = self.collectives.bucket_schedules
+        self.shards = [self._new_shard(bucket) for bucket in self.buckets]
         self.replicas = schedules[0].replicas
         self.is_in_first_replica = not self.replicas or self.collectives.rank in self.replicas[0]
         self._statistics = ShardedStatistics.of(schedules, self._portions)
+
+    def _control_of_move(self) -> ControlStream:
+        """Return what moves state, on the stream of a bucket: no other call is under way."""
+        communicator, schedules = self.collectives.communicator, self.collectives.bucket_schedules
+        return ControlStream(communicator, stream=schedules[0].stream, timeout_s=self.collectives.timeout_s)
 
     def _distance(self, source: int, destination: int) -> int:
         """Return the number of links between two ranks."""

@@ -161,23 +161,17 @@ class PairDriver(Driver):
                 self._changed.notify_all()
 
         self._stage_driver.store.read_parameters(number, take)
-        with self._progress.waiting():
-            is_over = self._wait_for(lambda: bool(found), self._timeout_s)
-        self.raise_failure()
-        if not is_over:
-            raise DeadlineError(f"Stage {number} was not read within {self._timeout_s:g} s ({self._storage.place})")
+        late = f"Stage {number} was not read within {self._timeout_s:g} s ({self._storage.place})"
+        self._wait_until(lambda: bool(found), lambda: DeadlineError(late))
         return found[0]
 
     def synchronize(self) -> None:
         """Wait until every update is over, and stored."""
-        with self._progress.waiting():
-            is_over = self._wait_for(lambda: self._phases.is_settled, self._timeout_s)
-        self.raise_failure()
-        if not is_over:
-            raise DeadlineError(
-                f"Updates of stages were not stored in {self._storage.place} within {self._timeout_s:g} s; "
-                "the disk or the network is too slow, or hangs: give syncline.init() a longer timeout"
-            )
+        late = (
+            f"Updates of stages were not stored in {self._storage.place} within {self._timeout_s:g} s; "
+            "the disk or the network is too slow, or hangs: give syncline.init() a longer timeout"
+        )
+        self._wait_until(lambda: self._phases.is_settled, lambda: DeadlineError(late))
 
     def statistics(self) -> PhasedStatistics:
         """Return a frozen record of all counters."""
@@ -324,11 +318,14 @@ class PairDriver(Driver):
 
     def _wait_for_last(self) -> None:
         """Wait until everything has left, so that no rank runs ahead of its partner without bounds."""
+        self._wait_until(lambda: not self._num_unsent and self._phases.inputs.is_empty, self._unsent_error)
+
+    def _wait_until(self, is_over: Callable[[], bool], late: Callable[[], Exception]) -> None:
         with self._progress.waiting():
-            is_over = self._wait_for(lambda: not self._num_unsent and self._phases.inputs.is_empty, self._timeout_s)
+            has_come = self._wait_for(is_over, self._timeout_s)
         self.raise_failure()
-        if not is_over:
-            raise self._unsent_error()
+        if not has_come:
+            raise late()
 
     def _accuse(self, what: str) -> DeadlineError:
         return accusing(DeadlineError(f"{self._partner} {what}; {LOOK}"), self._setting.partner)
