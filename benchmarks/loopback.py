@@ -94,7 +94,7 @@ def bucket_calls(
     options = BucketScheduleOptions(is_divided=operation == "buckets: Sharded")
     collectives = BucketCollectives(
         communicator,
-        control=ControlStream(communicator, stream=streams[0], timeout_s=communicator.timeout_s),
+        control=ControlStream(communicator, stream=streams[0]),
         bucket_schedules=plan_bucket_schedules(communicator, plans, options, first_stream=streams[1]),
     )
     collectives.share_memory([plan.num_bytes for plan in plans])

@@ -15,9 +15,9 @@ from torch import nn
 
 import syncline
 from syncline.errors import ConfigurationError, UpdateError
+from syncline.pytorch.distribute import TOLD_TO_END
 from syncline.pytorch.environment import read_environment
 from syncline.pytorch.notices import Notice, Preemption
-from syncline.pytorch.preemption import TOLD_TO_END
 from thread_fleets import run_fleets
 
 NUM_RANKS, NUM_STEPS = 4, 8

@@ -6,7 +6,7 @@ import pytest
 from launched_jobs import RANK_SCRIPT, check_one_job, run_together, what_ranks_said
 
 from rank_scripts import forked_python, reserved_port
-from syncline.pytorch.launchers.mpi import mpich
+from syncline.pytorch.launchers import mpich
 
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 MORE_THAN_CORES = {"openmpi": ["--map-by", ":OVERSUBSCRIBE"], "mpich": []}

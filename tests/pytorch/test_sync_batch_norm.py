@@ -25,7 +25,7 @@ TOLERANCE = 1e-10
 
 
 def control_of(fleet: Fleet) -> ControlStream:
-    return ControlStream(fleet.communicator, stream=fleet.reserve_streams(1)[0], timeout_s=fleet.timeout_s)
+    return ControlStream(fleet.communicator, stream=fleet.reserve_streams(1)[0])
 
 
 def draw(*shape: int, offset: float = 0.0, seed: int = 3) -> torch.Tensor:

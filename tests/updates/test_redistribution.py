@@ -84,7 +84,7 @@ def test_state_arrives_with_its_bits(num_old: int, num_new: int) -> None:
     communicators = communicators_in_memory(num_new, Topology.flat(num_new))
 
     def on_rank(rank: int) -> None:
-        control = ControlStream(communicators[rank], stream=1, timeout_s=60.0)
+        control = ControlStream(communicators[rank], stream=1)
         own = [
             HeldState(
                 part=part,
@@ -119,7 +119,7 @@ def test_what_nobody_has_is_named_on_every_rank() -> None:
     communicators = communicators_in_memory(2)
 
     def on_rank(rank: int) -> None:
-        control = ControlStream(communicators[rank], stream=1, timeout_s=60.0)
+        control = ControlStream(communicators[rank], stream=1)
         held = [HeldState(part=StatePart("weight", 0, 40 if rank else 20))]
         with pytest.raises(StateLostError, match=r"elements 40 to 97 of 'weight'; go on from a checkpoint") as caught:
             redistribute(control, held, [[StatePart("weight", 0, 97)]] * 2)

@@ -48,7 +48,7 @@ def test_bool_has_no_sum() -> None:
 
 def test_a_report_that_a_loss_ends_names_its_step() -> None:
     first, second = communicators_in_memory(2)
-    reports = StepReports(ControlStream(first, stream=1, timeout_s=60.0))
+    reports = StepReports(ControlStream(first, stream=1))
     report = reports.start(1.0, 2.0, [True], [0.0], step=7)
     second.abort()
     with pytest.raises(PeerLostError, match=r"rank 1 .* during report of a backward pass, step 7"):

@@ -67,7 +67,7 @@ class CodedReductions:
     @classmethod
     def open(cls, communicator: Communicator, streams: range, wish: Compress) -> CodedReductions | None:
         """Open them if ``wish`` says so; :class:`ConfigurationError` on all ranks if they wish for different codes."""
-        control = ControlStream(communicator, stream=streams[0], timeout_s=communicator.timeout_s)
+        control = ControlStream(communicator, stream=streams[0])
         wishes = control.all_gather(wish, "codes of a group")
         if len(set(wishes)) > 1:
             raise ConfigurationError(

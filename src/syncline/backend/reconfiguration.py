@@ -224,7 +224,7 @@ class WorldGrowth:
         fleet, communicator = self.fleet, self.fleet.communicator
         own, staging, messages, number = fleet.reserve_streams(4)
         self._streams = range(own, own + 4)
-        self._control = ControlStream(communicator, stream=number, timeout_s=fleet.timeout_s)
+        self._control = ControlStream(communicator, stream=number)
         own_steps = NOBODY if self._step is None else self._step
         told = self._control.all_gather([own_steps, not self._members], "steps that were made")
         group = communicator.open_group(range(fleet.world_size), streams=range(own, NUM_STREAMS))

@@ -32,7 +32,7 @@ from isal import isal_zlib
 from torch import nn
 
 from syncline.errors import UpdateError
-from syncline.pytorch import trained_parameters
+from syncline.pytorch.outside_gradients import all_trained
 from syncline.pytorch.sync_batch_norm import find_layers
 from syncline.tensors.memory import bytes_of, pack, unpack
 from syncline.updates.bucket import Bucket
@@ -103,9 +103,7 @@ class Consistency:
 
     def _others(self) -> dict[str, torch.Tensor]:
         """Return what the model has beside what is in buckets; another training compares what it trains itself."""
-        trained = trained_parameters.of_all() | {
-            tensor for bucket in self._updater.buckets for tensor in bucket.tensors
-        }
+        trained = all_trained() | {tensor for bucket in self._updater.buckets for tensor in bucket.tensors}
         return {name: one for name, one in self._model.named_parameters() if one not in trained and one.numel()}
 
 

@@ -1,10 +1,10 @@
-"""Functions on models in training, for code that does not hold the optimizer."""
+"""Which models are in training, and functions on them, for code that does not hold the optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import torch
 from torch import nn
@@ -12,7 +12,48 @@ from torch import nn
 from syncline.arguments import Bounds, checked
 from syncline.errors import UpdateError
 from syncline.pytorch.detachable import ContextMethod
-from syncline.pytorch.registry import is_in_training, trainings_of
+from syncline.pytorch.outside_gradients import all_trained, all_trainings
+
+if TYPE_CHECKING:
+    from syncline.pytorch.fleet import Fleet
+    from syncline.pytorch.training import Training
+
+
+def check_untrained(model: nn.Module, named: Mapping[nn.Parameter, tuple[str, int]]) -> None:
+    """Raise :class:`UpdateError` for a parameter that a distributed optimizer trains: it lies in that one's bucket.
+
+    ``named`` maps the parameters that are to be trained to their names (and groups).
+    """
+    trained = all_trained()
+    taken = [name for parameter, (name, _) in named.items() if parameter in trained]
+    if taken:
+        raise UpdateError(
+            f"{len(taken)} of {len(named)} parameters of this {type(model).__name__} (first: {taken[0]!r}) were given "
+            "to distribute() before; use the optimizer that it returned, give each further optimizer parameters of its "
+            "own, or close the fleet first"
+        )
+
+
+def fleet_of(training: Training) -> Fleet:
+    """Return the fleet of a model that is in training, or was."""
+    assert training.fleet is not None, "a training is added when it begins"
+    return training.fleet
+
+
+def is_in_training(model: nn.Module) -> bool:
+    """Whether ``model`` is in training with some optimizer."""
+    return any(training.model is model for training in all_trainings())
+
+
+def trainings_of(model: nn.Module | None) -> tuple[Training, ...]:
+    """Return the trainings of ``model`` (a model may have several optimizers), or all; an error if there is none."""
+    found = tuple(cast("Training", one) for one in all_trainings() if model is None or one.model is model)
+    if model is not None and not found:
+        raise UpdateError(
+            f"This {type(model).__name__} was not given to distribute(), or its fleet was closed; give the model "
+            "that distribute() returned"
+        )
+    return found
 
 
 @checked

@@ -54,7 +54,6 @@ class ElasticTraining:
         stream = ElasticControlStream(
             fleet.communicator,
             stream=number,
-            timeout_s=fleet.timeout_s,
             num_places=fleet.base.world_size,
             recover=self.recover,
         )

@@ -265,7 +265,7 @@ class Recovery:
         self._regroup.enter(fleet.communicator, over=over)
         self._confirming = fleet.reserve_streams(1)
         (stream,) = self._confirming
-        control = ControlStream(fleet.communicator, stream=stream, timeout_s=fleet.communicator.timeout_s)
+        control = ControlStream(fleet.communicator, stream=stream)
         own = [[part.iteration, part.positions()] for part in self._parts]
         told = control.all_gather([go.epoch.number, own], "epoch and positions")
         if {number for number, _ in told} != {go.epoch.number}:
@@ -441,7 +441,7 @@ class FleetGrowth:
         fleet = self._fleet
         assert self._service is not None, "it listens"
         (stream,) = fleet.reserve_streams(1)
-        control = ControlStream(fleet.communicator, stream=stream, timeout_s=fleet.communicator.timeout_s)
+        control = ControlStream(fleet.communicator, stream=stream)
         told = control.all_gather([self._machine, *self._service.join_address], "where members listen")
         return JobRecord.first(
             fleet.communicator.topology,
@@ -507,7 +507,7 @@ class FleetGrowth:
 
     def _meet(self, job: JobRecord) -> None:
         """Make the first call in the new epoch, which shows that all are in it."""
-        control = self._control(self._fleet.communicator, self._fleet.reserve_streams(1).start)
+        control = ControlStream(self._fleet.communicator, stream=self._fleet.reserve_streams(1).start)
         told = control.all_gather(job.epoch, "epoch of the larger job")
         if set(told) != {job.epoch}:
             raise MismatchError(f"Ranks have met in different epochs: {told}")
@@ -522,7 +522,7 @@ class FleetGrowth:
                 continue
             streams = range(first + 2 * place, first + 2 * place + 2)
             with fleet.communicator.open_group((source, *served), streams=streams) as group:
-                control = self._control(group, streams[1])
+                control = ControlStream(group, stream=streams[1])
                 if fleet.communicator.rank == source:
                     self._give(growing, control)
                 else:
@@ -534,9 +534,6 @@ class FleetGrowth:
             growing.give(control)
         except LOSSES:
             return  # a newcomer is lost again: the next call of all ranks finds that
-
-    def _control(self, communicator: Communicator, stream: int) -> ControlStream:
-        return ControlStream(communicator, stream=stream, timeout_s=self._fleet.communicator.timeout_s)
 
     def _leave(self, place: FabricPlace) -> None:
         """Leave the old fabric, beside the training: that takes as long as its slowest rank."""

@@ -47,7 +47,7 @@ class RateFollower:
         self.trainings: list[Installation] = []
         self._fleet = fleet
         control, self._stream = fleet.reserve_streams(2)
-        self._control = ControlStream(fleet.communicator, stream=control, timeout_s=fleet.timeout_s)
+        self._control = ControlStream(fleet.communicator, stream=control)
         self._watch = discovery.TrafficWatch()
         self._next_look = 2
         self._looked_at: tuple[int, float] | None = None

@@ -20,12 +20,12 @@ from syncline.priorities.settings import Priorities
 from syncline.priorities.tuner import ClassTuner
 from syncline.pytorch.buffers import BufferBroadcast
 from syncline.pytorch.consistency import broadcast_model, check_agreement, describe, describe_model
-from syncline.pytorch.control import offer_no_sync, withdraw_no_sync
+from syncline.pytorch.control import check_untrained, offer_no_sync, withdraw_no_sync
 from syncline.pytorch.elastic_training import ElasticTraining, begin_elastic
 from syncline.pytorch.flatten import Named, check_parameters, check_storages, flatten, plan_model, trained_parameters
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.optimizer_state import divide_existing_state
-from syncline.pytorch.registry import add_training, check_untrained, remove_training
+from syncline.pytorch.outside_gradients import add_training, remove_training
 from syncline.pytorch.samples import SampleCount
 from syncline.pytorch.sync_batch_norm import (
     check_joinable,
@@ -189,7 +189,8 @@ class Installation:
 
     def _register(self, training: Training, going_on: ElasticTraining | None) -> None:
         """Let functions that are given the model find its training."""
-        add_training(training, self.fleet)
+        training.fleet = self.fleet
+        add_training(training)
         offer_no_sync(training.model)
         self._layers = ()
         if (self.fleet.world_size > 1 or going_on is not None) and find_layers(training.model):
@@ -231,10 +232,7 @@ def _plan_schedules(
 def _open_control_streams(fleet: Fleet, number: int, going_on: ElasticTraining | None) -> list[ControlStream]:
     if going_on is not None:
         return [going_on.open_stream(fleet) for _ in range(number)]
-    return [
-        ControlStream(fleet.communicator, stream=stream, timeout_s=fleet.timeout_s)
-        for stream in fleet.reserve_streams(number)
-    ]
+    return [ControlStream(fleet.communicator, stream=stream) for stream in fleet.reserve_streams(number)]
 
 
 def _start_rule(rule: UpdateRule, setting: Setting) -> Updater:

@@ -10,15 +10,58 @@ is asked when a pass needs it. Of several trainings of one model the first takes
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from syncline.errors import UpdateError
-from syncline.pytorch import trained_parameters
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
 from syncline.updates.rule import Updater
+
+# Which trainings there are in this process: for one that has to know of its neighbours, and for functions that are not
+# told.
+
+_lock = threading.Lock()
+_trainings: list[ModelInTraining] = []
+_num_changes = [0]
+
+
+class ModelInTraining(Protocol):
+    """What is known of a training here."""
+
+    model: nn.Module
+
+    @property
+    def tensors(self) -> frozenset[nn.Parameter]:
+        """The parameters that lie in its buckets."""
+
+
+def add_training(training: ModelInTraining) -> None:
+    """Remember a training."""
+    with _lock:
+        _trainings.append(training)
+        _num_changes[0] += 1
+
+
+def remove_training(training: ModelInTraining) -> None:
+    """Forget a training; nothing happens if that was done before."""
+    with _lock:
+        _trainings[:] = [each for each in _trainings if each is not training]
+        _num_changes[0] += 1
+
+
+def all_trainings() -> tuple[ModelInTraining, ...]:
+    """Return the trainings that there are."""
+    with _lock:
+        return tuple(_trainings)
+
+
+def all_trained() -> frozenset[nn.Parameter]:
+    """Return the parameters that lie in the buckets of any training."""
+    return frozenset[nn.Parameter]().union(*(training.tensors for training in all_trainings()))
 
 
 class OutsideGradients:
@@ -95,11 +138,11 @@ class OutsideGradients:
         """Return what is left over by all trainings that there are now, alike on all ranks."""
         if not self.candidates:
             return self.candidates
-        found = trained_parameters.beside(self._model, self._own, self._seen)
-        if found is not None:
-            self._seen, is_first, trained = found
+        if self._seen != _num_changes[0]:
+            self._seen, trained = _num_changes[0], all_trained()
+            first = next((training.tensors for training in all_trainings() if training.model is self._model), None)
             left = {parameter: name for parameter, name in self.candidates.items() if parameter not in trained}
-            self._current = left if is_first else {}
+            self._current = left if first is self._own else {}
         return self._current
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from syncline.errors import UpdateError
 from syncline.fabric.progress import FORWARD
 from syncline.priorities.tuner import ClassTuner
-from syncline.pytorch.backward import GradientCollector
+from syncline.pytorch.backward import GradientCollector, SparseGradients
 from syncline.pytorch.buffers import BufferBroadcast
 from syncline.pytorch.consistency import Consistency
 from syncline.pytorch.contributions import Gradients
@@ -25,7 +25,6 @@ from syncline.pytorch.joining import Joining, Save, check_join
 from syncline.pytorch.notices import Notice, leaving_of
 from syncline.pytorch.outside_gradients import OutsideGradients
 from syncline.pytorch.samples import SampleCount
-from syncline.pytorch.sparse_gradients import SparseGradients
 from syncline.pytorch.waiting import WaitingParameters
 from syncline.pytorch.watch import StepWatch
 from syncline.updates import Updater

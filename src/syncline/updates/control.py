@@ -30,10 +30,9 @@ class ControlStream:
     A label is the same on all ranks; calls with different ones are different calls.
     """
 
-    def __init__(self, communicator: Communicator, *, stream: int, timeout_s: float) -> None:
+    def __init__(self, communicator: Communicator, *, stream: int) -> None:
         self._communicator = communicator
         self._stream = stream
-        self._timeout_s = timeout_s
 
     @property
     def rank(self) -> int:
@@ -103,7 +102,6 @@ class ControlStream:
             label=label,
             stream=self._stream,
             urgency=URGENCY,
-            timeout_s=self._timeout_s,
         )
 
     def _submit(
@@ -118,5 +116,4 @@ class ControlStream:
             op=label,
             label=label,
             step=step,
-            timeout_s=self._timeout_s,
         )

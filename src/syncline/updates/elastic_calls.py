@@ -105,10 +105,8 @@ class ElasticControlStream(ControlStream):
     ``num_places``: how many ranks the fabric has, members or not.
     """
 
-    def __init__(
-        self, communicator: Communicator, *, stream: int, timeout_s: float, num_places: int, recover: Recover
-    ) -> None:
-        super().__init__(communicator, stream=stream, timeout_s=timeout_s)
+    def __init__(self, communicator: Communicator, *, stream: int, num_places: int, recover: Recover) -> None:
+        super().__init__(communicator, stream=stream)
         self.recover = recover
         self._num_places = num_places
         self._first = 0

@@ -388,7 +388,7 @@ def _open_party(setting: Setting, ranks: Sequence[int]) -> AllReduceUpdater | No
     first, options = group.user_stream + 1, BucketScheduleOptions(is_divided=False)
     collectives = BucketCollectives(
         group,
-        control=ControlStream(group, stream=first, timeout_s=job.timeout_s),
+        control=ControlStream(group, stream=first),
         bucket_schedules=plan_bucket_schedules(group, plans, options, first_stream=first + 1),
     )
     buckets, optimizer, tuner = setting.buckets, setting.optimizer, setting.tuner

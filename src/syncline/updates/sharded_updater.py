@@ -444,7 +444,7 @@ class ShardedUpdater(Updater):
     def _control_of_move(self) -> ControlStream:
         """Return what moves state, on the stream of a bucket: no other call is under way."""
         communicator, schedules = self.collectives.communicator, self.collectives.bucket_schedules
-        return ControlStream(communicator, stream=schedules[0].stream, timeout_s=self.collectives.timeout_s)
+        return ControlStream(communicator, stream=schedules[0].stream)
 
     def _distance(self, source: int, destination: int) -> int:
         """Return the number of links between two ranks."""

@@ -14,11 +14,21 @@ import pytest
 
 from syncline.errors import ConfigurationError
 from syncline.pytorch.environment import Arguments, read_environment
-from syncline.pytorch.launchers import LAUNCHERS, Place, find_place, ray_train, torchrun
-from syncline.pytorch.launchers.clouds import dstack, job_set, skypilot, train_job
-from syncline.pytorch.launchers.mpi import mpich, open_mpi
-from syncline.pytorch.launchers.place import derive_port
-from syncline.pytorch.launchers.slurm import srun
+from syncline.pytorch.launchers import (
+    LAUNCHERS,
+    Place,
+    derive_port,
+    dstack,
+    find_place,
+    job_set,
+    mpich,
+    open_mpi,
+    ray_train,
+    skypilot,
+    srun,
+    torchrun,
+    train_job,
+)
 
 FOLDER = Path(__file__).parent
 MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}

@@ -128,7 +128,7 @@ class BackgroundWriter:
         self._disconnect()
         streams = fleet.reserve_streams(1)
         group = fleet.communicator.open_group(range(fleet.world_size), streams=streams)
-        self._channel = ControlStream(group, stream=streams.start, timeout_s=fleet.timeout_s)
+        self._channel = ControlStream(group, stream=streams.start)
         self._close_channel = group.close
         self._communicator = fleet.communicator
 

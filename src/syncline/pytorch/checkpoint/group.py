@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from syncline.errors import CheckpointError, SynclineError, name_ranks
+from syncline.pytorch.control import fleet_of, trainings_of
 from syncline.pytorch.flatten import plan_model, trained_parameters
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.optimizer import DistributedOptimizer
-from syncline.pytorch.registry import fleet_of, trainings_of
 from syncline.pytorch.training import Training
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Slot
 from syncline.updates.control import every_rank

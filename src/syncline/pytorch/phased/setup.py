@@ -15,9 +15,9 @@ from torch import nn
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.priorities.settings import Priorities
 from syncline.pytorch.consistency import check_agreement
+from syncline.pytorch.control import check_untrained
 from syncline.pytorch.flatten import Named, plan_model
 from syncline.pytorch.fleet import Fleet
-from syncline.pytorch.registry import check_untrained
 from syncline.pytorch.sync_batch_norm import find_layers
 from syncline.tensors.memory import pack, unpack
 from syncline.topology import Topology
@@ -182,7 +182,7 @@ def set_up(
     resumed = _find_manifest(storage, job) if options.resumes else None
     first = None if resumed is not None else _First(storage=storage, keeps_versions=options.resumes)
     with fleet.communicator.open_group(members, streams=streams[1:3]) as group:
-        control = ControlStream(group, stream=streams[2], timeout_s=fleet.timeout_s)
+        control = ControlStream(group, stream=streams[2])
         built = [_build(number, stages[number], first, control, members) for number in range(side, len(stages), 2)]
         optimizer = _make_optimizer(built, make_optimizer, fleet.rank, schedule_options)
         made = _plan(built, optimizer, options.bucket_bytes)
@@ -283,7 +283,7 @@ def _plan(built: Sequence[_Built], optimizer: torch.optim.Optimizer, bucket_byte
 
 
 def _open_control(fleet: Fleet, stream: int) -> ControlStream:
-    return ControlStream(fleet.communicator, stream=stream, timeout_s=fleet.timeout_s)
+    return ControlStream(fleet.communicator, stream=stream)
 
 
 def _open_collectives(
@@ -299,7 +299,7 @@ def _open_collectives(
     first_stream = group.user_stream + 1
     return BucketCollectives(
         group,
-        control=ControlStream(group, stream=first_stream, timeout_s=fleet.timeout_s),
+        control=ControlStream(group, stream=first_stream),
         bucket_schedules=plan_bucket_schedules(group, buckets, options, first_stream=first_stream + 1),
         connection_class=priorities.num_classes - 1,
     )
