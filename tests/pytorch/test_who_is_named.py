@@ -26,8 +26,7 @@ from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.phased import phase
 from syncline.topology import Topology
-from syncline.updates import AllReduce, Clustered, Overlapped, Sharded, UpdateRule
-from syncline.updates.messaging import driver
+from syncline.updates import AllReduce, Clustered, Overlapped, Sharded, UpdateRule, messaging
 
 WORLD, GUILTY, STEPS, AT = 4, 1, 4, 2
 TIMEOUT_S = 5.0
@@ -326,7 +325,7 @@ def test_survivors_that_go_on_know_who_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody else is; and if the rank at fault is told, its error names itself."""
-    monkeypatch.setattr(driver, "STALL_GRACE_S", 1.5)
+    monkeypatch.setattr(messaging, "STALL_GRACE_S", 1.5)
     update, options = SURVIVING[rule]
     topology = Topology.parse(HOSTS, source="two-hosts")
 

@@ -177,7 +177,7 @@ def set_up(
     pair, side = find_pair(pairs, fleet.rank)
     members = tuple(ranks[side] for ranks in pairs)
     streams = fleet.reserve_streams(6)
-    job, norms, versions = (_open_control(fleet, streams[number]) for number in (0, 4, 5))
+    job, norms, versions = (ControlStream(fleet.communicator, stream=streams[number]) for number in (0, 4, 5))
     check_agreement([f"{len(stages)} stages", f"{schedule_options!r}", f"{options!r}"], job, call=CALL)
     resumed = _find_manifest(storage, job) if options.resumes else None
     first = None if resumed is not None else _First(storage=storage, keeps_versions=options.resumes)
@@ -280,10 +280,6 @@ def _plan(built: Sequence[_Built], optimizer: torch.optim.Optimizer, bucket_byte
         owners = [_owners(plan.trained, list(trained)), _owners(plan.frozen, list(frozen))]
         stages.append(Stage(plan, stage.module, trained=owners[0], frozen=owners[1]))
     return stages
-
-
-def _open_control(fleet: Fleet, stream: int) -> ControlStream:
-    return ControlStream(fleet.communicator, stream=stream)
 
 
 def _open_collectives(
