@@ -104,7 +104,7 @@ def test_the_host_on_a_slow_link_is_the_one_to_leave_out():
     times = (4 / without.step_s) / (5 / advice.best.step_s)
     assert f"{times:.1f} times the samples per second, with 4 ranks in place of 5" in first
     local_s = row_of(advice_on(advice.topology, compute_s=1e-9), "AllReduce()").step_s / LocalSteps().period
-    assert second.startswith(f"LocalSteps() moves everything once in {LocalSteps().period} steps")
+    assert second.startswith(f"LocalSteps() moves everything between sites once in {LocalSteps().period} steps")
     assert f"one takes {format_duration(local_s)} in" in second
     assert third.startswith("With ")
 

@@ -26,7 +26,7 @@ from syncline.schedule import (
     split,
     verify,
 )
-from syncline.schedule.replicas import find_replicas, levels_of, split_in_replicas
+from syncline.schedule.replicas import find_parties, find_replicas, levels_of, split_in_replicas
 from syncline.schedule.replicated_step import choose_replicas, draft_replicas
 from syncline.schedule.step_candidates import draft_sharded_steps
 from syncline.topology import DirectedLink, Topology
@@ -255,3 +255,24 @@ def test_a_link_in_the_way_of_both_parts_is_named_by_its_bytes():
     uplink = DirectedLink("rack-a2", "up")
     assert first.link_bytes(DEEP, 5040)[uplink] == whole[uplink]
     assert second.link_bytes(DEEP, 5040)[uplink] == 0
+
+
+@pytest.mark.parametrize(
+    ("tree", "parties"),
+    [
+        ("{host: 'h[0-3]', LINK}", ((0,), (1,), (2,), (3,))),
+        ("{host: a, ranks: 2, LINK}, {host: b, ranks: 2, LINK}", ((0, 1), (2, 3))),
+        ("{host: a, ranks: 3, LINK}", ((0,), (1,), (2,))),
+        (
+            "{switch: t, LINK, children: [{switch: a, LINK, children: [{host: 'a[0-1]', LINK}]}, {host: b, LINK}]}",
+            ((0, 1), (2,)),
+        ),
+    ],
+    ids=["hosts", "hosts of two", "one host", "below a lone switch"],
+)
+def test_parties_are_what_the_first_switch_divides(tree, parties):
+    children = tree.replace("LINK", "uplink: 1 Gbit/s")
+    topology = Topology.parse(f"{{switch: s, children: [{children}]}}")
+    assert find_parties(topology, "auto") == parties
+    assert find_parties(topology, None) == tuple((rank,) for rank in range(topology.num_ranks))
+    assert find_parties(topology, [tuple(range(topology.num_ranks))]) == (tuple(range(topology.num_ranks)),)

@@ -55,7 +55,8 @@ def _local(name: str, timing: Timing, group: str = "", **arguments: Any) -> Meth
 
 
 def _rounds_in_turn(name: str, group: str, period: int, **arguments: Any) -> Method:
-    return _local(f"{name}, period {period}", "in turn", group, period=period, fragments=1, overlap=False, **arguments)
+    own = {"period": period, "fragments": 1, "overlap": False, "parties": None}
+    return _local(f"{name}, period {period}", "in turn", group, **own, **arguments)
 
 
 METHODS: tuple[Method, ...] = (
@@ -74,10 +75,11 @@ METHODS: tuple[Method, ...] = (
     *(_rounds_in_turn("averages", "averages", period) for period in (8, 32)),
     *(
         _rounds_in_turn(f"DiLoCo {rate}/{momentum}", "DiLoCo", period, outer=(rate, momentum))
-        for period, rate, momentum in ((16, 0.7, 0.9), (16, 1.0, 0.5), (32, 0.7, 0.9))
+        for period in (8, 16, 32)
+        for rate, momentum in ((0.7, 0.9), (1.0, 0.5))
     ),
-    _local("LocalSteps", "overlapped"),
-    _local("LocalSteps, sites", "sites", parties=1),
+    _local("LocalSteps", "overlapped", parties=None),
+    _local("LocalSteps, sites", "sites"),
     Method(name="Overlapped", rule="Overlapped", timing="stale"),
     Method(name="Clustered", rule="Clustered", arguments={"features": ()}, timing="servers"),
 )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any
@@ -39,6 +39,7 @@ from syncline.priorities.settings import Priorities
 from syncline.runtime.plans import Plans
 from syncline.schedule import Collective, CostModel, Prediction, lower_bound, with_gateways_chosen
 from syncline.schedule.cost import predicted_slice_bytes
+from syncline.schedule.replicas import find_parties
 from syncline.schedule.step_candidates import compare_caps, draft_sharded_steps
 from syncline.schedule.step_prediction import StepPrediction, shares_of
 from syncline.topology import DirectedLink, Host, Node, Switch, Topology
@@ -257,12 +258,24 @@ class Advice:
         yield from self._with_one_less(now)
         if best.exposed_s > self.compute_s and not self.topology.helpers:
             whole = next(each for each in self._moves if each.name == "AllReduce()")
-            step_s = max(self.compute_s, whole.reduce_s / PERIOD)
+            step_s = max(self.within_parties_s, whole.reduce_s / PERIOD)
             yield (
                 best.step_s / step_s - 1,
-                f"LocalSteps() moves everything once in {PERIOD} steps while it computes on, so that one takes "
-                f"{format_duration(step_s)} {now}; it is another algorithm, whose loss is to be watched.",
+                f"LocalSteps() moves everything between sites once in {PERIOD} steps while it computes on, so that one "
+                f"takes {format_duration(step_s)} {now}; it is another algorithm, whose loss is to be watched.",
             )
+
+    @property
+    def within_parties_s(self) -> float:
+        """What a step of ``LocalSteps()`` takes whose rounds take nothing: each party averages its own gradients."""
+        return max(map(self._party_s, find_parties(self.topology, "auto")))
+
+    def _party_s(self, ranks: Sequence[int]) -> float:
+        if len(ranks) == 1:
+            return self.compute_s
+        party = self.topology.restricted(ranks)
+        prediction = compare_planners(party, Collective.ALL_REDUCE, sum(self.num_bytes)).winner.prediction
+        return self._row(_moved("AllReduce()", party, prediction), self.forward_s).step_s
 
     def _with_one_less(self, now: str) -> Iterator[tuple[float, str]]:
         """Predict the job without the host whose loss leaves most, by the bound: of hosts that are alike the first."""

@@ -30,7 +30,6 @@ from syncline.cli.advice import Advice, RuleStep
 from syncline.cli.comparison import PlannerResult, compare_planners
 from syncline.priorities.forward_timing import BACKWARD_PER_FORWARD
 from syncline.schedule import Collective, CostModel
-from syncline.schedule.replicas import find_replicas
 from syncline.topology import DirectedLink, Node, Topology
 
 MORE_STEPS = 2.5
@@ -172,7 +171,7 @@ class StepPredictor:
         round_s = self._rounds.prediction.time_s / method.period
         busy = self._rounds.link_bytes
         link = max(busy, key=lambda each: busy[each] / self.topology.bytes_per_s(each))
-        inside_s = self._inside_s if method.timing == "sites" else self.compute_s
+        inside_s = self._advice.within_parties_s if method.timing == "sites" else self.compute_s
         step_s = inside_s + round_s if method.timing == "in turn" else max(inside_s, round_s)
         return step_s, link, busy[link] / method.period
 
@@ -205,7 +204,7 @@ class StepPredictor:
 
     @cached_property
     def _advised(self) -> dict[str, RuleStep]:
-        return {row.name: row for row in self._advice(self.topology).rows}
+        return {row.name: row for row in self._advice.rows}
 
     @cached_property
     def _links(self) -> dict[str, DirectedLink]:
@@ -216,17 +215,9 @@ class StepPredictor:
         return compare_planners(self.topology, Collective.ALL_REDUCE, self.num_bytes).winner
 
     @cached_property
-    def _inside_s(self) -> float:
-        """What a step takes that averages gradients inside of each site alone."""
-        sites = [self.topology.restricted(ranks) for ranks in find_replicas(self.topology, 1)]
-        rows = [
-            row for site in sites for row in self._advice(site).rows if row.name in ("AllReduce()", "one rank alone")
-        ]
-        return max(row.step_s for row in rows)
-
-    def _advice(self, topology: Topology) -> Advice:
+    def _advice(self) -> Advice:
         return Advice(
-            topology=topology,
+            topology=self.topology,
             num_bytes=(self.num_bytes,),
             forward_s=(self.compute_s / (1 + BACKWARD_PER_FORWARD),),
             coding_s_per_byte={bits: _coding_s(bits) for bits in (8, 4)},

@@ -70,6 +70,22 @@ def find_replicas(topology: Topology, replicate: Replicate) -> Replicas:
     return replicas
 
 
+def find_parties(topology: Topology, parties: Replicate | None) -> Replicas:
+    """Return the ranks that make local steps together: replicas, or for None each rank alone.
+
+    ``"auto"``: what is below the first switch that divides the network, as sites, racks, or hosts of several ranks; on
+    one host each rank is alone.
+
+    >>> find_parties(Topology.load("two-racks-5-3"), "auto")
+    ((0, 1, 2, 3, 4), (5, 6, 7))
+    """
+    if parties == "auto" and len(topology.hosts) > 1:
+        return next(level for level in levels_of(topology) if len(level) > 1)
+    if parties is None or parties == "auto":
+        return tuple((rank,) for rank in range(topology.num_ranks))
+    return find_replicas(topology, parties)
+
+
 def split_in_replicas(schedule: Schedule, replicas: Sequence[Sequence[int]]) -> tuple[Schedule, Schedule]:
     """Split an all-reduce in a reduce-scatter to an owner in each replica, and an all-gather inside each replica.
 

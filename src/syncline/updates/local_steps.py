@@ -28,7 +28,7 @@ import torch
 from syncline.arguments import Bounds, Count, check_fields
 from syncline.runtime.work import Work
 from syncline.schedule import Collective
-from syncline.schedule.replicas import Replicate, find_replicas
+from syncline.schedule.replicas import Replicate, find_parties
 from syncline.updates.allreduce import AllReduceUpdater
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_collectives import BucketCollectives
@@ -112,7 +112,7 @@ class OuterStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSteps(WholeRule):
-    """Each rank makes ``period`` steps by itself, then what all have changed is averaged: for links that are slow.
+    """Sites make ``period`` steps by themselves, then what all have changed is averaged: for links that are slow.
 
     A link between sites carries the parameters once in each direction in a period, in place of the gradients in every
     batch. `docs/mechanisms.md`, Local steps.
@@ -124,10 +124,11 @@ class LocalSteps(WholeRule):
     rounds follow each other (at most one after a step), so that links are busy evenly, and a rank keeps a copy of one
     part alone while it is on its way. ``overlap``: go on computing meanwhile, and merge a fragment when the next one
     goes. The step then takes no longer than computing, if the links carry a fragment in that time; the loss is that of
-    averages ``period / fragments`` steps old. False waits for each round. ``parties``: who makes local steps. None:
-    each rank. Parts of the topology (``"host"``, a number of levels below the root, names of switches or hosts, groups
-    of ranks): the ranks of each average their gradients in every batch, as with ``AllReduce()``, so that fewer parties
-    drift apart, and their links carry more. ``compress``: what slow links carry of rounds, as with :class:`Sharded`.
+    averages ``period / fragments`` steps old. False waits for each round. ``parties``: who makes local steps together.
+    ``"auto"``: what is below the first switch that divides the network (sites, racks, hosts of several ranks; on one
+    host each rank is a party). The ranks of a party average their gradients in every batch, as with ``AllReduce()``, so
+    that fewer parties drift apart, and slow links carry less. Others are named as with ``Sharded(replicate=)``; None:
+    each rank. ``compress``: what slow links carry of rounds, as with :class:`Sharded`.
     ``bucket_bytes``: how much moves together, about; fragments are made of whole buckets.
 
     The user's optimizer steps; its state is each rank's own. Parameters are equal on all ranks when
@@ -152,7 +153,7 @@ class LocalSteps(WholeRule):
     outer: Nesterov | None = None
     fragments: Count = 16
     overlap: bool = True
-    parties: Replicate | None = None
+    parties: Replicate | None = "auto"
     compress: Compress = "off"
     bucket_bytes: Count = 512 * 1024
     combinations: ClassVar[tuple[Combination, ...]] = (*OF_LOCAL_STEPS, *COMPRESSED)
@@ -195,10 +196,7 @@ class LocalStepsUpdater(WholeUpdater):
     def __init__(self, setting: Setting, rule: LocalSteps) -> None:
         super().__init__(setting)
         self._rule = rule
-        world_size = self.collectives.world_size
-        topology = self.collectives.communicator.topology
-        alone = tuple((rank,) for rank in range(world_size))
-        self.parties = alone if rule.parties is None else find_replicas(topology, rule.parties)
+        self.parties = find_parties(self.collectives.communicator.topology, rule.parties)
         self._ranks = next(ranks for ranks in self.parties if self.collectives.rank in ranks)
         self._party = _open_party(setting, self._ranks)
         self._fragments = _divide(self.buckets, min(rule.fragments, rule.period))

@@ -221,7 +221,7 @@ children:
 """
 
 
-@pytest.mark.parametrize("parties", [None, 1])
+@pytest.mark.parametrize("parties", [None, "auto"])
 def test_between_two_sites_a_period_carries_the_parameters_once(parties) -> None:
     num_bytes = 4 * (200 * 50 + 50)
 
@@ -260,9 +260,7 @@ def test_ranks_of_a_party_train_as_with_an_all_reduce() -> None:
     one = run_fleets(2, lambda fleet: body(fleet, LocalSteps(period=100, parties=[(0, 1)])))
     assert torch.equal(one[0][0], together[0][0])
     topology = Topology.parse(TWO_SITES)
-    (a0, end_a), (a1, _), (b0, end_b), (b1, _) = run_fleets(
-        topology, lambda fleet: body(fleet, LocalSteps(period=100, parties=1))
-    )
+    (a0, end_a), (a1, _), (b0, end_b), (b1, _) = run_fleets(topology, lambda fleet: body(fleet, LocalSteps(period=100)))
     assert torch.equal(a0, together[0][0])
     assert torch.equal(a0, a1)
     assert torch.equal(b0, b1)
