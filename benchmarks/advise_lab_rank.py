@@ -1,0 +1,142 @@
+"""One rank of the jobs that ``advise_lab.py`` times: the same model under one update rule after the other.
+
+Its arguments are a model's name and a JSON list of rules as ``syncline advise`` writes them. Rank 0 prints a JSON
+object for each: the seconds of each of its steps, in a row after two that are not timed.
+
+The models compute by sleeping, so that the processors of one machine stay free for what all ranks send: ``advise``
+leaves out that ranks share processors. What it knows of a model, the sizes of its layers and how long their forward
+passes take, is as real as of any other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import syncline
+
+RING = "DDP's ring"
+NUM_LEADING, NUM_TIMED = 2, 4
+NUMBERS_PER_MIB = 1 << 18
+BACKWARD_PER_FORWARD = 2.0
+
+
+class Work(torch.autograd.Function):
+    """What passes through unchanged after some time, and twice as long on its way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        """Sleep, and return a copy."""
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Sleep for longer."""
+        time.sleep(BACKWARD_PER_FORWARD * ctx.seconds)
+        return gradients[0], None
+
+
+class Layer(nn.Module):
+    """So many numbers, and so long a forward pass."""
+
+    def __init__(self, num_numbers: int, forward_s: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((num_numbers,), 0.01))
+        self.forward_s = forward_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute; the gradient of the weight is there when the backward pass has slept."""
+        passed: Tensor = Work.apply(x + self.weight.mean(), self.forward_s)  # type: ignore[no-untyped-call]
+        return passed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Layers from the input on: MiB of parameters, and milliseconds of a forward pass."""
+
+    mib: tuple[float, ...]
+    forward_ms: tuple[float, ...]
+
+    def build(self) -> nn.Module:
+        """Build the model; it is alike on all ranks."""
+        pairs = zip(self.mib, self.forward_ms, strict=True)
+        return nn.Sequential(*(Layer(round(mib * NUMBERS_PER_MIB), ms / 1000) for mib, ms in pairs))
+
+
+MODELS = {
+    "even": Shape(mib=(1.0,) * 8, forward_ms=(10.0,) * 8),
+    "large first layer": Shape(mib=(5.0, *(0.5,) * 6), forward_ms=(2.0, *(15.0,) * 6)),
+    "computes long": Shape(mib=(0.5,) * 8, forward_ms=(40.0,) * 8),
+}
+
+
+def even() -> tuple[nn.Module, Tensor]:
+    """For ``syncline advise --model``."""
+    return MODELS["even"].build(), torch.ones(1)
+
+
+def large_first_layer() -> tuple[nn.Module, Tensor]:
+    """Likewise."""
+    return MODELS["large first layer"].build(), torch.ones(1)
+
+
+def computes_long() -> tuple[nn.Module, Tensor]:
+    """Likewise."""
+    return MODELS["computes long"].build(), torch.ones(1)
+
+
+def rule_of(text: str) -> Any:
+    """Return the update rule that is written so, as in ``syncline advise``."""
+    return eval(text, {name: getattr(syncline, name) for name in syncline.__all__})
+
+
+def train(name: str, rule: str) -> list[float]:
+    """Return the seconds of each timed step, as this rank saw them."""
+    model = MODELS[name].build()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if rule == RING:
+        model = DistributedDataParallel(model, bucket_cap_mb=1)
+    else:
+        model, optimizer = syncline.distribute(model, optimizer, update=rule_of(rule))
+    x, ends_s = torch.ones(1), []
+    for _ in range(NUM_LEADING + NUM_TIMED):
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ends_s.append(time.perf_counter())
+    if rule != RING:
+        syncline.synchronize()
+    dist.barrier()
+    return [after - before for before, after in pairwise(ends_s[NUM_LEADING - 1 :])]
+
+
+def main() -> None:
+    """Train by each rule in turn."""
+    name, rules = sys.argv[1], json.loads(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    with syncline.init() as fleet:
+        for rule in rules:
+            seconds = train(name, rule)
+            if fleet.rank == 0:
+                print(json.dumps({"rule": rule, "steps_s": seconds}), flush=True)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

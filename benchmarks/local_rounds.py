@@ -1,0 +1,70 @@
+"""Steps per second of local steps with rounds between, in the lab: ``LocalSteps`` beside torchft's ``DiLoCo``.
+
+    sudo python benchmarks/local_rounds.py two-sites --to rows.jsonl
+
+Each method is a job of its own on every rank of the topology. torchft (0.2 was tried) must be installed; without it
+its methods are left out. The losses that these methods reach are those of ``syncline bench convergence``: this is about
+what a step takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from syncline.cli.launcher.scratch import shared_secret
+from syncline.lab import operations
+from syncline.topology import Topology
+
+RANK = Path(__file__).with_name("local_rounds_rank.py")
+METHODS: tuple[dict[str, Any], ...] = (
+    {"method": "LocalSteps()", "rule": "LocalSteps()"},
+    {
+        "method": "LocalSteps, DiLoCo's outer step, waited for",
+        "rule": "LocalSteps(period=16, outer=Nesterov(0.7, 0.9), fragments=1, overlap=False)",
+    },
+    {"method": "torchft DiLoCo", "torchft": {}},
+    {"method": "torchft DiLoCo, 2 fragments, delay 4", "torchft": {"fragments": 2, "fragment_sync_delay": 4}},
+)
+
+
+def measure(topology: Topology) -> Iterator[dict[str, Any]]:
+    """Yield a row for each method."""
+    for task in METHODS:
+        if "torchft" in task and importlib.util.find_spec("torchft") is None:
+            continue
+        command = [sys.executable, "-m", "syncline.cli.main", "run", str(RANK), json.dumps(task)]
+        with tempfile.TemporaryFile("w+") as output, shared_secret({}) as secret:
+            status = operations.run(topology, command, env=secret, output=output, errors=output)
+            output.seek(0)
+            lines = output.read().splitlines()
+        found = [json.loads(line[line.index("{") :]) for line in lines if '{"method"' in line]
+        if status or not found:
+            raise SystemExit(f"{task['method']} ended with status {status}:\n" + "\n".join(lines[-30:]))
+        yield {"network": topology.name, **found[0]}
+
+
+def main() -> None:
+    """Measure all methods, write rows, print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("topology")
+    parser.add_argument("--to", type=Path, required=True)
+    options = parser.parse_args()
+    print("| method | step, mean | longest step | sent by rank 0's host, a step |\n|---|---|---|---|")
+    for row in measure(Topology.load(options.topology)):
+        with options.to.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        mean_s, most_s = statistics.mean(row["steps_s"]), max(row["steps_s"])
+        sent = row["sent_bytes"] / len(row["steps_s"]) / 1024
+        print(f"| {row['method']} | {mean_s:.3f} s | {most_s:.2f} s | {sent:.0f} KiB |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
