@@ -7,7 +7,8 @@ Each row of ``--to`` is a trial; those that are there with the same seed are not
 ranks, whose kind is drawn (``--where``, ``--job``: on loopback or in the lab, ``distribute`` with a rule or DDP on a
 process group), lives through ``--per-job`` trials. Each draws a fault of ``hidden_faults_kinds.py``, and a rank or a
 link. The fault begins when nobody was named for some seconds, and ends when a line names somebody, or after
-``--patience`` seconds. The line is right if it names that rank or link; of nothing, if there is none. ``--healthy``:
+``--patience`` seconds. The line is right if it names that rank or link; of nothing, if there is none. That a link is
+full is no accusation: where the network is the limit it is true of a healthy job. ``--healthy``:
 each trial is a job of its own that has no fault for ``--seconds``, and is right if nobody is named. ``others`` is how
 many processors were used by what is not of the job. Where a line says that a rank's processor is shared, on a machine
 with others' work, it may be true: such trials are counted as wrong, and then once more by themselves.
@@ -64,6 +65,8 @@ NAMED = re.compile(
     r"(?P<name>the links? of .+?(?= holds? the)|rank \d+(?= .*?(?:holds the|has told nothing|is behind)))"
 )
 """A line that accuses; of nobody does one that says who holds nobody up any more."""
+FULL = re.compile(r" is used \([^)]*\), and they wait ")
+"""In a line of a link that is full, and loses nothing: true of a healthy job, where the network is the limit."""
 SHARED, BUSY_LOAD = "had no processor", 2.5
 """What a line says of a rank where the machine has others' work, and the load from which on that may be true."""
 WELL_S = 16.0
@@ -166,7 +169,7 @@ class Job:
             self.last_lines.append(line)
             if any(process.poll() is not None for process in self.processes):
                 raise SystemExit("the job has ended:\n" + "\n".join(self.last_lines[-30:]))
-            if NAMED.search(line):
+            if NAMED.search(line) and not FULL.search(line):
                 return line
         return ""
 

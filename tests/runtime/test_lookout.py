@@ -296,10 +296,11 @@ def test_a_rank_that_tells_nothing_is_said_to_be_silent_and_not_slow() -> None:
 
 def test_links_that_lose_what_is_sent_are_named_with_the_part() -> None:
     flows = {(1, 0): (1e5, 5e3, 0.5), (1, 2): (1e5, 5e3, 0.5), (0, 2): (1e5, 0, 0.1), (2, 0): (1e5, 0, 0.1)}
-    assert said_of_flows(flows) == [
-        "the link of b holds the ranks up: 5.0% of what is sent there is lost, and sent again (b up); they wait 60% of "
-        "the time"
-    ]
+    (line,) = said_of_flows(flows)
+    assert line == (
+        "the link of b holds the ranks up: 5.0% of what is sent there is lost, and sent again (b up); messages were "
+        "under way there (b up) for 50% of the time, at 3.2 Mbit/s of 80 Mbit/s; they wait 60% of the time"
+    )
     (line,) = said_of_flows({(1, 0): (1e5, 5e3, 0.5), (0, 2): (1e5, 0, 0.1)})
     assert line.startswith("the links of a and b hold the ranks up"), "which of both is not known"
 
@@ -362,6 +363,33 @@ def test_a_link_keeps_its_name_while_it_is_among_those_that_may_be_at_fault() ->
     assert said == [
         f"the link of {line}" for line in ("b holds the ranks ", "a holds the ranks ", "a holds nobody up ")
     ]
+
+
+def test_a_full_link_is_said_again_when_it_loses_what_is_sent() -> None:
+    lookout, said, sent, lost = Lookout(RACKS, name, examine, behind_s=60.0, now_s=0.0), [], 0.0, 0.0
+    for now_s in range(0, 90, 2):
+        sent, lost = sent + 2 * 8e6, lost + (2 * 4e5 if 30 <= now_s < 60 else 0.0)
+        for rank in range(3):
+            flows = {0: Flow(sent, lost, 0.9 * now_s)} if rank == 1 else {}
+            lookout.hear(rank, report(now_s, dict.fromkeys(PHASES, 0.1), flows=flows), now_s)
+        said += [(now_s, line) for line in lookout.look(now_s)]
+    (_, full), (since_s, lossy) = said
+    used = "the link of b holds the ranks up: 80% of 80 Mbit/s is used (b up)"
+    assert full == f"{used}, and they wait 60% of the time"
+    assert 30 <= since_s <= 40
+    assert lossy == f"{used}, 2% of what is sent there is lost, and they wait 60% of the time"
+
+
+def test_a_slow_link_is_named_where_faster_paths_are_limited_by_processors() -> None:
+    """The link of h0 gives 30 Mbit/s, rack r's 95 of 100, and hosts of 1 Gbit/s 300, as processors let them."""
+    racks = Topology.parse(
+        "{switch: s, children: [{switch: r, uplink: 100 Mbit/s, children: [{host: 'h[0-1]', uplink: 1 Gbit/s}]}, "
+        "{host: 'h[2-3]', uplink: 1 Gbit/s}]}"
+    )
+    mbit_per_s = {(3, 0): 30, (1, 2): 95, (2, 3): 300, (0, 1): 300}
+    flows = {pair: (3e6, 0, 3e6 / (125e3 * rate)) for pair, rate in mbit_per_s.items()}
+    (line,) = said_of_flows(flows, waited=0.8, topology=racks)
+    assert line.startswith("the links of h0 and h3 hold the ranks up: messages were under way there (h0 down, h3 up)")
 
 
 def test_where_a_late_rank_was_seen_and_that_it_swaps_are_told() -> None:

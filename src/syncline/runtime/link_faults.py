@@ -43,7 +43,21 @@ class Flow(NamedTuple):
 Flows = Mapping[tuple[int, int], Flow]
 """In a second, by the ranks that send and receive."""
 Speed = tuple[float, float]
-"""Of a flow while something of it is under way: bytes per second, and those as a part of what its path should give."""
+"""Of a flow while something of it is under way: bytes per second, and those as a part of what its path should give.
+
+A path gives no more than the fastest flow has: where links are faster than that, processors are the limit.
+"""
+
+
+class BadLinks(NamedTuple):
+    """Links that hold ranks up, by their lower ends, and how; the flows do not tell them apart where they are several.
+
+    ``is_fault``: they lose what is sent, or are far below their rates. A link that is only full does what it can.
+    """
+
+    children: tuple[str, ...] = ()
+    how: str = ""
+    is_fault: bool = False
 
 
 class LinkWatch:
@@ -64,13 +78,9 @@ class LinkWatch:
             self._routes[pair] = tuple(self._topology.route(*pair))
         return self._routes[pair]
 
-    def find_bad(self, flows: Flows, waited: float) -> tuple[tuple[str, ...], str]:
-        """Return the links that hold ranks up, by their lower ends, and how; nothing where none are known to.
-
-        ``waited`` is the part of the time in which ranks wait. Several are named where the flows do not tell them
-        apart.
-        """
-        return LinkLoads(flows, self).find_bad(waited) if waited >= LEAST_WAIT else ((), "")
+    def find_bad(self, flows: Flows, waited: float) -> BadLinks:
+        """Return the links that hold ranks up; ``waited`` is the part of the time in which ranks wait."""
+        return LinkLoads(flows, self).find_bad(waited) if waited >= LEAST_WAIT else BadLinks()
 
 
 class LinkLoads:
@@ -98,14 +108,14 @@ class LinkLoads:
         """Return the part of what is sent on a link that is lost."""
         return self.totals[link].lost_bytes / max(1.0, self.totals[link].sent_bytes) if link in self.totals else 0.0
 
-    def find_bad(self, waited: float) -> tuple[tuple[str, ...], str]:
+    def find_bad(self, waited: float) -> BadLinks:
         """Return what :meth:`LinkWatch.find_bad` does."""
         lossy, lost = self._lossy()
         full = self._full(waited)
         if full is not None:
             also = f", {lost:.0%} of what is sent there is lost" if full in lossy else ""
             used = f"{self.use(full):.0%} of {format_rate(self._watch.rates[full])} is used ({full}){also}"
-            return (full.child,), f"{used}, and they wait {waited:.0%} of the time"
+            return BadLinks((full.child,), f"{used}, and they wait {waited:.0%} of the time", full in lossy)
         slow, how = self._slow(waited)
         if lossy:
             what = f"{lost:.1%} of what is sent there is lost, and sent again ({_listed(lossy)})"
@@ -113,7 +123,7 @@ class LinkLoads:
         else:
             what = how
         children = tuple(dict.fromkeys(link.child for link in lossy or slow))[:MOST_NAMES]
-        return children, f"{what}; they wait {waited:.0%} of the time" if children else ""
+        return BadLinks(children, f"{what}; they wait {waited:.0%} of the time", True) if children else BadLinks()
 
     def _full(self, waited: float) -> DirectedLink | None:
         """Return the link of which most is used, if that is much."""
@@ -174,13 +184,16 @@ class LinkLoads:
             for link, total in self.totals.items()
             if total.busy_s and not math.isinf(self._watch.rates[link])
         }
-        found = {}
-        for pair, flow in self._flows.items():
-            if flow.busy_s >= LEAST_BUSY and flow.sent_bytes >= LEAST_BYTES_PER_S:
-                share = min((shares[link] for link in self._watch.route(pair) if link in shares), default=0.0)
-                rate = flow.sent_bytes / flow.busy_s
-                if share:
-                    found[pair] = rate, rate / share
+        rates = {
+            pair: flow.sent_bytes / flow.busy_s
+            for pair, flow in self._flows.items()
+            if flow.busy_s >= LEAST_BUSY and flow.sent_bytes >= LEAST_BYTES_PER_S
+        }
+        fastest, found = max(rates.values(), default=0.0), {}
+        for pair, rate in rates.items():
+            share = min((shares[link] for link in self._watch.route(pair) if link in shares), default=0.0)
+            if share:
+                found[pair] = rate, rate / min(share, fastest)
         return found
 
     def _carried(self, link: DirectedLink) -> float:

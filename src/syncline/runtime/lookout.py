@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from syncline.errors import escape_text
 from syncline.fabric import FabricStatistics
@@ -199,6 +199,17 @@ class Share:
         return sum(self.own.values())
 
 
+class HeldUp(NamedTuple):
+    """The rank or the links that hold the others up, and what is said of it; a link that is only full has no fault."""
+
+    name: str
+    text: str
+    is_fault: bool = True
+
+
+NOBODY = HeldUp("", "", False)
+
+
 class Lookout:
     """What rank 0 has heard of all ranks, and what it says; told the time, and without any input or output.
 
@@ -223,7 +234,7 @@ class Lookout:
         self._still_since_s: dict[int, float] = {}
         self._step_s = now_s
         self._next_behind_s = behind_s
-        self._candidate = self._named = ""
+        self._candidate = self._named = NOBODY
         self._bad_links: tuple[str, ...] = ()
         self._began_s = now_s
         self._said: deque[str] = deque(maxlen=NUM_KEPT_LINES)
@@ -260,12 +271,12 @@ class Lookout:
             self._next_behind_s = 2 * (now_s - self._step_s)
             if line := self._behind(now_s):
                 said.append(line)
-        found, text = self._holding_up(now_s)
-        if found == self._candidate and found != self._named:  # twice in a row
-            if found:
-                said.append(text)
-            elif now_s - self._step_s < WINDOW_S:
-                said.append(f"{self._named} {_hold(self._named)} nobody up any more")
+        found = self._holding_up(now_s)
+        if (found.name, found.is_fault) == (self._candidate.name, self._candidate.is_fault):  # twice in a row
+            if found.name and (found.name != self._named.name or found.is_fault > self._named.is_fault):
+                said.append(found.text)
+            elif found.name != self._named.name and now_s - self._step_s < WINDOW_S:
+                said.append(f"{self._named.name} {_hold(self._named.name)} nobody up any more")
             self._named = found
         self._candidate = found
         self._said.extend(said)
@@ -386,8 +397,8 @@ class Lookout:
             places=places,
         )
 
-    def _holding_up(self, now_s: float) -> tuple[str, str]:
-        """Return the rank or link that holds the others up, and what to say; nothing where none is known to."""
+    def _holding_up(self, now_s: float) -> HeldUp:
+        """Return who is known to hold the others up."""
         silent = [
             rank
             for rank, heard in self._heard.items()
@@ -395,21 +406,26 @@ class Lookout:
         ]
         if silent:
             more = f"; {len(silent) - 1} more are silent" if len(silent) > 1 else ""
-            return self._describe(min(silent)), self._silence(min(silent), now_s) + more
+            return HeldUp(self._describe(min(silent)), self._silence(min(silent), now_s) + more)
         until_s = min((heard[-1][0] for heard in self._heard.values()), default=now_s)
         shares = {rank: share for rank in self._heard if (share := self._share(rank, until_s)) is not None}
         if len(shares) < 2:
-            return "", ""
-        slow = max(shares, key=lambda rank: (shares[rank].worked + 0.05 * (self._describe(rank) == self._named), -rank))
+            return NOBODY
+        slow = max(
+            shares, key=lambda rank: (shares[rank].worked + 0.05 * (self._describe(rank) == self._named.name), -rank)
+        )
         others = [share for rank, share in shares.items() if rank != slow]
         name, usual = self._describe(slow), median(share.worked for share in others)
         cost = shares[slow].worked - usual
-        if cost >= (KEPT_COST if name == self._named else LEAST_COST) and shares[slow].worked >= LEAST_FACTOR * usual:
+        if (
+            cost >= (KEPT_COST if name == self._named.name else LEAST_COST)
+            and shares[slow].worked >= LEAST_FACTOR * usual
+        ):
             waited = median(share.waited for share in others), shares[slow].waited
             waits = f"they wait {waited[0]:.0%} of the time, and it {waited[1]:.0%}"
             why = self._reason(shares[slow], others) + _shortage(shares[slow], others, cost)
             why += _storing(shares[slow], others, cost) + _swapping(shares[slow], others)
-            return name, f"{name} holds the others up ({waits}): {why}"
+            return HeldUp(name, f"{name} holds the others up ({waits}): {why}")
         return self._bad_link(shares)
 
     def _reason(self, slow: Share, others: Sequence[Share]) -> str:
@@ -430,18 +446,18 @@ class Lookout:
             return f"{apart}; at {slow.places[place]} of {slow.looks.num_looks} looks it was {place}"
         return f"{apart}; its input is late, or it does other work there" if FORWARD in computing else apart
 
-    def _bad_link(self, shares: Mapping[int, Share]) -> tuple[str, str]:
+    def _bad_link(self, shares: Mapping[int, Share]) -> HeldUp:
         """Return the links that hold ranks up; who was named stays named while it is among them."""
         flows = {(rank, peer): flow for rank, share in shares.items() for peer, flow in share.flows.items()}
-        links, how = self._links.find_bad(flows, median(share.waited for share in shares.values()))
+        links, how, is_fault = self._links.find_bad(flows, median(share.waited for share in shares.values()))
         if set(links) & set(self._bad_links):
-            if _name_of(self._bad_links) == self._named:
+            if _name_of(self._bad_links) == self._named.name:
                 links = self._bad_links
-            elif _name_of(self._bad_links) == self._candidate:
-                self._candidate = _name_of(links)
+            elif _name_of(self._bad_links) == self._candidate.name:
+                self._candidate = self._candidate._replace(name=_name_of(links))
         self._bad_links = links
-        name = _name_of(links) if links else ""
-        return name, f"{name} {_hold(name)} the ranks up: {how}" if links else ""
+        name = _name_of(links)
+        return HeldUp(name, f"{name} {_hold(name)} the ranks up: {how}", is_fault) if links else NOBODY
 
 
 def _name_of(links: Sequence[str]) -> str:
