@@ -1,6 +1,6 @@
-"""Heartbeats, suspicion and death, driven by a clock of the test's own."""
+"""Heartbeats, suspicion and death, and whether this process itself stood still, by a clock of the test's own."""
 
-from syncline.fabric.liveness import Dead, Liveness, Suspect
+from syncline.fabric.liveness import Liveness, Suspect, describe_absence
 
 
 def judge(liveness, times_s, heard=()):
@@ -21,7 +21,7 @@ def new(**settings):
 def test_a_silent_peer_is_suspected_once_and_then_dead():
     liveness = new()
     verdicts = judge(liveness, range(1, 11), heard=[2])
-    assert verdicts == [(3, Suspect(peer=1, silence_s=3.0)), (10, Dead(peer=1, silence_s=10.0))]
+    assert verdicts == [(3, Suspect(peer=1, silence_s=3.0)), (10, Suspect(peer=1, silence_s=10.0, is_dead=True))]
     assert liveness.suspects == {1}
     liveness.remove(1)
     assert not liveness.suspects
@@ -54,7 +54,7 @@ def test_a_loop_that_stood_still_does_not_blame_the_others():
     assert tick.must_beat
     assert tick.verdicts == (Suspect(peer=1, silence_s=3.0), Suspect(peer=2, silence_s=3.0))
     verdicts = judge(liveness, range(63, 70), heard=[1])
-    assert verdicts == [(69, Dead(peer=2, silence_s=10.0))]
+    assert verdicts == [(69, Suspect(peer=2, silence_s=10.0, is_dead=True))]
 
 
 def test_heartbeats_are_sent_at_once_and_then_at_their_interval():
@@ -67,3 +67,35 @@ def test_heartbeats_are_sent_at_once_and_then_at_their_interval():
 def test_no_peers_no_verdicts():
     liveness = Liveness(heartbeat_s=1.0, suspect_s=3.0, dead_s=10.0, now_s=0.0)
     assert judge(liveness, range(1, 100)) == []
+
+
+def test_a_loop_that_runs_was_never_away():
+    liveness = new()
+    for now_s in range(1, 50):
+        liveness.tick(now_s, heard=set())
+        assert liveness.away_s(now_s + 2.9) == 0.0
+
+
+def test_an_absence_is_known_before_and_after_the_clock_was_looked_at_and_then_forgotten():
+    liveness = new()
+    liveness.tick(1.0, heard=set())
+    assert liveness.away_s(61.0) == 60.0
+    assert liveness.tick(61.0, heard=set()).gap_s == 60.0
+    assert liveness.away_s(61.0) == 60.0
+    for now_s in range(62, 72):
+        liveness.tick(now_s, heard=set())
+    assert liveness.away_s(71.0) == 60.0
+    liveness.tick(72.0, heard=set())
+    assert liveness.away_s(72.0) == 0.0
+
+
+def test_an_absence_in_words():
+    assert describe_absence(12.34).startswith("did not run for 12.3 s (it was stopped or suspended, or")
+
+
+def test_a_user_is_told_once_what_a_gap_means_and_what_to_do():
+    liveness = new()
+    advice = liveness.advise(14.43)
+    for part in ("did not run for 14.4 s", "suspended", "swapped out", "GIL", "silent for 10 s", "silence_s"):
+        assert part in advice
+    assert liveness.advise(3.0) == ""

@@ -16,7 +16,7 @@ from hostile_peer import open_hostile
 
 from syncline.errors import PeerLostError
 from syncline.fabric.frames import FrameType
-from syncline.fabric.listener_slot import COST_BYTES, MAX_BACKLOG_BYTES, ListenerSlot
+from syncline.fabric.protocol import COST_BYTES, MAX_BACKLOG_BYTES, ListenerSlot
 from syncline.fabric.shared_host import address_of
 
 

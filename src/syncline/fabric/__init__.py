@@ -15,15 +15,17 @@ if TYPE_CHECKING:
         ABORTED,
         BULK,
         MAX_CONTROL_BYTES,
+        ClassStatistics,
+        ConnectionStatistics,
         Fabric,
         FabricListener,
+        FabricStatistics,
         GivenUpError,
         PeerLeftError,
         Transport,
     )
     from syncline.fabric.records import Store
     from syncline.fabric.rendezvous import Rendezvous
-    from syncline.fabric.statistics import ClassStatistics, ConnectionStatistics, FabricStatistics
     from syncline.fabric.tcp import TcpFabric
 
 __all__ = [
@@ -55,7 +57,8 @@ __all__ = [
 __getattr__ = late_names(
     __name__,
     {
-        "protocol": "Transport Fabric FabricListener GivenUpError PeerLeftError ABORTED MAX_CONTROL_BYTES BULK",
+        "protocol": "Transport Fabric FabricListener GivenUpError PeerLeftError ABORTED MAX_CONTROL_BYTES BULK "
+        "FabricStatistics ConnectionStatistics ClassStatistics",
         "options": "FabricOptions",
         "progress": "PeerStalls Progress StallHandler",
         "mesh": "connect_tcp",
@@ -64,7 +67,6 @@ __getattr__ = late_names(
         "rendezvous": "Rendezvous",
         "records": "Store",
         "memory": "MemoryFabric memory_fabrics",
-        "statistics": "FabricStatistics ConnectionStatistics ClassStatistics",
         "frames": "MEMORY_CLASS",
     },
 )

@@ -2,7 +2,8 @@
 
 A kernel says at once when a peer's process dies, but never when it is stopped or its cable is cut; only silence tells.
 Silence is counted in ticks of this process's own attention: if the loop itself did not run for a while (the process was
-stopped, or something held the GIL), that while does not count against the others.
+stopped, or something held the GIL), that while does not count against the others. Such a process is given up by its
+peers, and sees their connections closed when it goes on: its own clock tells that this is no fault of theirs.
 """
 
 from __future__ import annotations
@@ -11,21 +12,17 @@ from dataclasses import dataclass
 
 from syncline.fabric.options import FabricOptions
 
+MISSED_INTERVALS = 3
+"""So many looks at the clock in a row are not missed by a loop that is only busy."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
-    """``peer`` has been silent for long enough to say so."""
+    """``peer`` has been silent for long enough to say so, or for too long."""
 
     peer: int
     silence_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dead:
-    """``peer`` has been silent for too long."""
-
-    peer: int
-    silence_s: float
+    is_dead: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +30,7 @@ class Tick:
     """What a look at the clock leads to."""
 
     must_beat: bool
-    verdicts: tuple[Suspect | Dead, ...]
+    verdicts: tuple[Suspect, ...]
     counted_s: float
     """How much time counts against the others since the last look."""
     gap_s: float
@@ -51,6 +48,8 @@ class Liveness:
         self._now_s = now_s
         self._since_beat_s = heartbeat_s
         self._silence_s: dict[int, float] = {}
+        self._gap_s, self._gap_ended_s = 0.0, now_s
+        self._has_advised = False
 
     @classmethod
     def of(cls, options: FabricOptions, *, now_s: float) -> Liveness:
@@ -75,9 +74,11 @@ class Liveness:
         """Take note of the time and of who has been heard since the last tick."""
         passed_s = now_s - self._now_s
         self._now_s = now_s
-        gap_s = passed_s if passed_s > 3 * self.interval_s else 0.0
+        gap_s = passed_s if passed_s > MISSED_INTERVALS * self.interval_s else 0.0
+        if gap_s:
+            self._gap_s, self._gap_ended_s = gap_s, now_s
         counted_s = min(passed_s, self.interval_s) if gap_s else passed_s
-        verdicts: list[Suspect | Dead] = []
+        verdicts: list[Suspect] = []
         for peer in self._silence_s:
             verdict = self._judge(peer, counted_s, is_heard=peer in heard)
             if verdict is not None:
@@ -88,14 +89,40 @@ class Liveness:
             self._since_beat_s = 0.0
         return Tick(must_beat=must_beat, verdicts=tuple(verdicts), counted_s=counted_s, gap_s=gap_s)
 
-    def _judge(self, peer: int, counted_s: float, *, is_heard: bool) -> Suspect | Dead | None:
+    def away_s(self, now_s: float) -> float:
+        """Return for how long this process did not run, if that is just over, or not longer ago than ``dead_s``."""
+        gap_s = now_s - self._now_s
+        if gap_s > MISSED_INTERVALS * self.interval_s:
+            return gap_s
+        return self._gap_s if now_s - self._gap_ended_s <= self._dead_s else 0.0
+
+    def advise(self, gap_s: float) -> str:
+        """Say what it means for a user that the loop did not run, and what to do; empty after the first time."""
+        if self._has_advised:
+            return ""
+        self._has_advised = True
+        return (
+            f"this process's communication thread did not run for {gap_s:.1f} s, so nothing was sent or answered "
+            "meanwhile. Either the whole process stood still (suspended, in a debugger, swapped out, or without a "
+            "processor on a crowded machine: look at its memory and load), or one call held the Python interpreter "
+            "(C code that keeps the GIL: py-spy dump --pid PID shows it). The others give up a rank that is silent for "
+            f"{self._dead_s:g} s; where such pauses are meant, raise init(silence_s=...) on all ranks. Further "
+            "pauses are in the trace alone"
+        )
+
+    def _judge(self, peer: int, counted_s: float, *, is_heard: bool) -> Suspect | None:
         if is_heard:
             self._silence_s[peer] = 0.0
             return None
         before_s = self._silence_s[peer]
         silence_s = self._silence_s[peer] = before_s + counted_s
         if silence_s >= self._dead_s:
-            return Dead(peer=peer, silence_s=silence_s)
+            return Suspect(peer=peer, silence_s=silence_s, is_dead=True)
         if before_s < self._suspect_s <= silence_s:
             return Suspect(peer=peer, silence_s=silence_s)
         return None
+
+
+def describe_absence(away_s: float) -> str:
+    """``"did not run for 12.3 s (it was stopped or suspended, or its communication loop was held up)"``."""
+    return f"did not run for {away_s:.1f} s (it was stopped or suspended, or its communication loop was held up)"

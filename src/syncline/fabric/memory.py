@@ -15,12 +15,18 @@ from functools import partial
 
 from syncline.arguments import Count, Seconds, Whole, checked
 from syncline.errors import ConfigurationError, FabricClosedError, HandshakeError, PeerLostError
-from syncline.fabric.callbacks import call_back
-from syncline.fabric.listener_slot import ListenerSlot
 from syncline.fabric.progress import Progress, Stalls
-from syncline.fabric.protocol import ABORTED, MAX_CONTROL_BYTES, FabricListener, PeerLeftError
+from syncline.fabric.protocol import (
+    ABORTED,
+    MAX_CONTROL_BYTES,
+    ConnectionStatistics,
+    FabricListener,
+    FabricStatistics,
+    ListenerSlot,
+    PeerLeftError,
+    call_back,
+)
 from syncline.fabric.slice_executor import SliceExecutor
-from syncline.fabric.statistics import ConnectionStatistics, FabricStatistics
 from syncline.priorities.settings import Priorities
 
 

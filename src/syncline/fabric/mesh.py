@@ -31,7 +31,8 @@ from syncline.fabric.shared_host import MemoryOffers
 from syncline.fabric.shared_port import SharedListener, name_of, open_listener
 from syncline.fabric.sizing import fit_grants, fit_options, fit_window_sizes
 from syncline.fabric.sockets import advertised_endpoint, prepare_connected, resolve_address
-from syncline.fabric.tcp import TcpFabric, TraceSink
+from syncline.fabric.tcp import TcpFabric
+from syncline.observe import Trace
 from syncline.priorities.settings import Priorities
 from syncline.topology.topology import Topology
 
@@ -44,7 +45,7 @@ async def connect_tcp(
     rendezvous: AnyRendezvous,
     topology: Topology | None = None,
     numbers: Iterable[int] | None = None,
-    trace: TraceSink | None = None,
+    trace: Trace | None = None,
     timeout_s: float | None = None,
 ) -> TcpFabric:
     """Open the TCP fabric of ``rank`` on the running loop; it is connected to all peers when this returns.
@@ -163,7 +164,7 @@ class _Mesh:
         generation: Generation,
         options: FabricOptions,
         topology: Topology | None,
-        trace: TraceSink | None,
+        trace: Trace | None,
     ) -> None:
         self._fabric = fabric
         self._options = options

@@ -13,25 +13,35 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from syncline.fabric._native import GrantScheduler, NativeTransport
-from syncline.fabric.callbacks import call_back
 from syncline.fabric.compiled_slice_executor import CompiledSliceExecutor, Mismatched
 from syncline.fabric.frames import CONTROL_CLASS, MEMORY_CLASS, DamagedFrameError, FrameError, FrameType
 from syncline.fabric.handshake import FrameKeys
 from syncline.fabric.options import FabricOptions
+from syncline.fabric.protocol import ConnectionStatistics, call_back
 from syncline.fabric.sizing import GrantSizes, GrantWindow
 from syncline.fabric.slice_executor import CALL_TAGS, SliceExecutor
 from syncline.fabric.sockets import busy_seconds, lost_bytes, mark
-from syncline.fabric.statistics import ConnectionStatistics, PeerStatistics
 
 SENT, RECEIVED, FRAME, MISMATCH, UNREADABLE, BROKEN, VIOLATION, ALL_ENDED, ALL_CLOSED, DRAINED, DONE = range(1, 12)
 FAULT, SUSPENDED = 12, 13
 """Kinds of events, as ``native/events.hpp`` counts them; those with whom to call bring nothing else."""
 MAX_PASSES = 8
 """How often what Python does may bring about more, before the loop has its turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerStatistics:
+    """All counters of the connections to one peer."""
+
+    connections: tuple[ConnectionStatistics, ...] = ()
+    unexpected_bytes: int
+    pending_receives: int
+    dropped_messages: int
 
 
 class PeerTransportEvents(Protocol):

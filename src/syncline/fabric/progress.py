@@ -12,14 +12,14 @@ thread of this rank computes, as meanwhile nobody else is waited for.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Protocol
-
-from syncline.fabric.shortage import ProcessorShortage
 
 StallHandler = Callable[[int, bool], None]
 """Told on the communication loop's thread that a rank is stalled (True), or moves again (False)."""
@@ -33,6 +33,39 @@ class SpanSink(Protocol):
 
     def __call__(self, name: str, category: str, start_ns: int, end_ns: int, **args: object) -> None:
         """Take note of one."""
+
+
+_TASKS = Path("/proc/self/task")
+
+
+class ProcessorShortage:
+    """Sums, from one look to the next, what the thread lacked that lacked most; 0 where the kernel does not count it.
+
+    >>> ProcessorShortage().seconds() >= 0
+    True
+    """
+
+    def __init__(self) -> None:
+        self._seen_ns: dict[str, int] | None = None
+        self._total_ns = 0
+
+    def seconds(self) -> float:
+        """Return the sum from the first look until now; at most the time that has passed."""
+        now_ns = self._read_ns()
+        if self._seen_ns is not None:
+            lacked_ns = (ns - self._seen_ns.get(thread, 0) for thread, ns in now_ns.items())
+            self._total_ns += max(lacked_ns, default=0)
+        self._seen_ns = now_ns
+        return self._total_ns / 1e9
+
+    @staticmethod
+    def _read_ns() -> dict[str, int]:
+        found = {}
+        with contextlib.suppress(OSError):
+            for task in _TASKS.iterdir():
+                with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended; another system
+                    found[task.name] = int((task / "schedstat").read_text().split()[1])
+        return found
 
 
 class Progress:

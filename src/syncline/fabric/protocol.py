@@ -5,18 +5,104 @@ it they cannot tell. Everything here is called on the communication loop's threa
 
 A message has a *tag*, unique among the messages in flight from one rank to another, and a *signature*: 32 bits that say
 which call it belongs to, so that two ranks that call different things never mix their bytes.
+
+What a fabric counted comes as frozen records. What all fabrics do alike with their one listener stands at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import NotRequired, Protocol, TypedDict
 
 from syncline.errors import PeerLostError
 from syncline.fabric.progress import PeerStalls, Progress
 from syncline.fabric.slice_executor import SliceExecutor
-from syncline.fabric.statistics import FabricStatistics
 from syncline.priorities.settings import Priorities
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassStatistics:
+    """Counters of one connection class, summed over all peers. Bytes are payload; headers are counted apart."""
+
+    connection_class: int
+    sent_bytes: int
+    sent_messages: int
+    received_bytes: int
+    received_messages: int
+    overhead_bytes: int
+    """Headers and control frames, both directions."""
+    queued_bytes: int
+    """Payload that waits to be sent, now."""
+    reconnects: int = 0
+    """How often a connection broke and was opened again."""
+    resent_bytes: int = 0
+    """Payload and headers that were sent again then."""
+    lost_bytes: int = 0
+    """What TCP sent again, as it was lost on its way."""
+    busy_s: float = 0.0
+    """Seconds in which TCP had something to send, and the peer room for it: what was sent in them tells a rate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionStatistics(ClassStatistics):
+    """The same counters of one connection, to one peer."""
+
+    peer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FabricStatistics:
+    """All counters of one rank's fabric: bytes and messages since it was opened, but where "now" is said.
+
+    >>> async def send():
+    ...     first, second = memory_fabrics(2)
+    ...     first.send(1, 7, memoryview(b"four"), signature=1, urgency=0, connection_class=0)
+    ...     await asyncio.sleep(0)
+    ...     return first.statistics()
+    >>> statistics = asyncio.run(send())
+    >>> statistics.sent_bytes, statistics.by_class()[0].sent_messages
+    (4, 1)
+    """
+
+    rank: int
+    time_s: float
+    """When they were read, by the loop's clock: two readings give rates."""
+    connections: tuple[ConnectionStatistics, ...]
+    unexpected_bytes: int
+    """Payload that arrived before its receive was posted and is held in pooled memory, now."""
+    pending_receives: int
+    refused_connections: int
+    """Connections that were turned away: wrong secret, job, version, or no handshake at all."""
+    lost_peers: tuple[int, ...]
+    suspect_peers: tuple[int, ...] = ()
+    """Peers that are silent now, for three heartbeats or ``suspect_s``."""
+    dropped_messages: int = 0
+    """Messages that were thrown away, since they came in an epoch that was over."""
+
+    def by_class(self) -> Mapping[int, ClassStatistics]:
+        """Return the counters of each connection class: -1 is control, -2 what was copied within a machine."""
+        names = [field.name for field in fields(ClassStatistics) if field.name != "connection_class"]
+        found: dict[int, ClassStatistics] = {}
+        for number in sorted({connection.connection_class for connection in self.connections}):
+            here = [connection for connection in self.connections if connection.connection_class == number]
+            sums = {name: sum(getattr(connection, name) for connection in here) for name in names}
+            found[number] = ClassStatistics(connection_class=number, **sums)
+        return found
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload bytes sent to all peers."""
+        return sum(connection.sent_bytes for connection in self.connections)
+
+    @property
+    def received_bytes(self) -> int:
+        """Payload bytes received from all peers."""
+        return sum(connection.received_bytes for connection in self.connections)
+
 
 ABORTED = "it aborted its fabric"
 """Why others lose a rank that gives no other reason."""
@@ -236,3 +322,51 @@ class Fabric(Transport, Protocol):
 
     def abort(self, reason: str = ABORTED) -> None:
         """Release everything at once, without goodbye; peers see this rank as lost, for this ``reason``."""
+
+
+def call_back(callback: Callable[[], object]) -> None:
+    """Call ``callback``; what it raises goes to the loop's exception handler, as from any callback of the loop."""
+    try:
+        callback()
+    except Exception as error:
+        asyncio.get_running_loop().call_exception_handler(
+            {"message": f"a callback of the fabric failed: {error!r}", "exception": error}
+        )
+
+
+MAX_BACKLOG_BYTES = 16 << 20
+"""Control messages of one peer that are kept until somebody listens: a start may take its time."""
+COST_BYTES = 256
+"""What keeping a message costs beside its bytes."""
+
+Event = Callable[[FabricListener], None]
+
+
+class ListenerSlot:
+    """Tells the listener, or keeps what there is to tell; a listener's mistake breaks nothing here."""
+
+    def __init__(self) -> None:
+        self._listener: FabricListener | None = None
+        self._backlog: list[Event] = []
+        self._backlog_bytes: Counter[int] = Counter()
+
+    def listen(self, listener: FabricListener) -> None:
+        """Tell ``listener`` from now on; what happened before is told at once."""
+        self._listener = listener
+        backlog, self._backlog = self._backlog, []
+        for event in backlog:
+            self.tell(event)
+
+    def has_room(self, peer: int, num_bytes: int) -> bool:
+        """Whether a message of ``peer`` may be told; False if nobody listens and too much of it is kept already."""
+        if self._listener is not None:
+            return True
+        self._backlog_bytes[peer] += num_bytes + COST_BYTES
+        return self._backlog_bytes[peer] <= MAX_BACKLOG_BYTES
+
+    def tell(self, event: Event) -> None:
+        """Tell an event, at once or when somebody is there."""
+        if self._listener is None:
+            self._backlog.append(event)
+        else:
+            call_back(partial(event, self._listener))

@@ -17,7 +17,6 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from syncline.fabric.dialling import ask, dial_again, make_question
 from syncline.fabric.frames import DamagedFrameError, FrameError
@@ -26,6 +25,7 @@ from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
 from syncline.fabric.reach import Reach
 from syncline.fabric.sockets import prepare_connected
+from syncline.observe import Trace
 
 LIMIT_S = 5.0
 """How long a connection may take to be there again."""
@@ -48,13 +48,6 @@ MAX_FORGED = 8
 LOG_INTERVAL_S = 5.0
 
 _log = logging.getLogger(__name__)
-
-
-class TraceSink(Protocol):
-    """What is written into a trace."""
-
-    def instant(self, name: str, category: str, **args: object) -> None:
-        """Note that something happened now."""
 
 
 class _GoneError(Exception):
@@ -92,7 +85,7 @@ class Reopener:
         *,
         reach: Reach,
         greet: Callable[[socket.socket, str], object],
-        trace: TraceSink | None,
+        trace: Trace | None,
     ) -> None:
         self._terms = terms
         self._options = options

@@ -18,16 +18,18 @@ from syncline.fabric.acceptor import Acceptor
 from syncline.fabric.cores import ThreadBinding
 from syncline.fabric.frames import FrameType, cut_reason, on_word_of, read_loss
 from syncline.fabric.handshake import Admission
-from syncline.fabric.listener_slot import MAX_BACKLOG_BYTES, ListenerSlot
-from syncline.fabric.liveness import Liveness, Suspect
+from syncline.fabric.liveness import Liveness, describe_absence
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
 from syncline.fabric.progress import Progress, Stalls
 from syncline.fabric.protocol import (
     ABORTED,
+    MAX_BACKLOG_BYTES,
     MAX_CONTROL_BYTES,
     FabricListener,
+    FabricStatistics,
     GivenUpError,
+    ListenerSlot,
     PeerLeftError,
     ReceiveSettings,
     SendSettings,
@@ -36,22 +38,14 @@ from syncline.fabric.reach import Reach
 from syncline.fabric.shared_host import MemoryOffers
 from syncline.fabric.sizing import WindowSizes
 from syncline.fabric.slice_executor import SliceExecutor
-from syncline.fabric.standstill import Standstill, describe_absence
-from syncline.fabric.statistics import FabricStatistics, add_peers
 from syncline.members import News, is_believed
+from syncline.observe import Trace
 from syncline.priorities.settings import Priorities
 
 if TYPE_CHECKING:
     from syncline.fabric.peer_transport import TransportSet
 
 _log = logging.getLogger(__name__)
-
-
-class TraceSink(Protocol):
-    """What the fabric writes into a trace."""
-
-    def instant(self, name: str, category: str, **args: object) -> None:
-        """Note that something happened now."""
 
 
 class Mesh(Protocol):
@@ -80,7 +74,7 @@ class TcpFabric:
         peer_options: Mapping[int, FabricOptions],
         transport_set: TransportSet,
         offers: MemoryOffers,
-        trace: TraceSink | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self._rank = rank
         self._hosts = tuple(hosts)
@@ -107,9 +101,6 @@ class TcpFabric:
         self.progress = Progress()
         self.stalls = Stalls(options.stall_s)
         transport_set.keep_beating(interval_s=options.heartbeat_s, limit_s=options.held_s)
-        self._standstill = Standstill(
-            interval_s=self._liveness.interval_s, remembered_s=options.dead_s, now_s=self._loop.time()
-        )
         self._timer = self._loop.call_later(self._liveness.interval_s, self._tick)
 
     def __repr__(self) -> str:
@@ -189,10 +180,14 @@ class TcpFabric:
 
     def statistics(self) -> FabricStatistics:
         """Return a frozen record of all counters."""
-        return add_peers(
-            [peer.transport.statistics() for peer in self._peers.values()],
+        of_peers = [peer.transport.statistics() for peer in self._peers.values()]
+        return FabricStatistics(
             rank=self._rank,
             time_s=self._loop.time(),
+            connections=tuple(entry for one in of_peers for entry in one.connections),
+            unexpected_bytes=sum(one.unexpected_bytes for one in of_peers),
+            pending_receives=sum(one.pending_receives for one in of_peers),
+            dropped_messages=sum(one.dropped_messages for one in of_peers),
             refused_connections=self._mesh.acceptor.num_refused if self._mesh else 0,
             lost_peers=tuple(sorted(self._lost)),
             suspect_peers=tuple(sorted(self._liveness.suspects)),
@@ -269,7 +264,7 @@ class TcpFabric:
         """Report the peer as lost, and tell the others."""
         if peer.is_gone:
             return
-        away_s = self._standstill.away_s(self._loop.time())
+        away_s = self._liveness.away_s(self._loop.time())
         if not must_tell and away_s >= self._options.dead_s:  # this rank was given up, and shall not blame the peer
             own = f"{self.describe_peer(self._rank)} {describe_absence(away_s)}"
             text = f"{own}, and then found {peer.name} gone: it {reason}"
@@ -294,7 +289,7 @@ class TcpFabric:
         lost, accuser = read_loss(tag, teller=peer.rank)
         if lost == self._rank:
             text = f"{peer.name} closed its connections to this rank, because rank {self.numbers[lost]} {reason}"
-            if away_s := self._standstill.away_s(self._loop.time()):
+            if away_s := self._liveness.away_s(self._loop.time()):
                 text += f"; this rank {describe_absence(away_s)}"
             error = (PeerLostError if accuser == peer.rank else GivenUpError)(text, rank=peer.rank, host=peer.host)
             must_tell = accuser == peer.rank or is_believed(peer.rank, lost)  # of it this rank is not believed
@@ -344,9 +339,8 @@ class TcpFabric:
         self._timer = self._loop.call_later(self._liveness.interval_s, self._tick)
         heard = {peer.rank for peer in self._living() if peer.transport.take_heard()}
         tick = self._liveness.tick(self._loop.time(), heard=heard)
-        self._standstill.ran(self._loop.time())
         if tick.gap_s:
-            if advice := self._standstill.advise(tick.gap_s):
+            if advice := self._liveness.advise(tick.gap_s):
                 _log.warning("rank %d: %s", self._rank, advice)
             self._note("loop stood still", gap_s=tick.gap_s)
         if tick.must_beat:
@@ -354,11 +348,11 @@ class TcpFabric:
                 peer.send_frame(FrameType.HEARTBEAT, tag=self.progress.value)
         for verdict in tick.verdicts:
             peer = self._peers[verdict.peer]
-            if isinstance(verdict, Suspect):
+            if verdict.is_dead:
+                self.on_broken(peer, f"sent nothing for {verdict.silence_s:.1f} s", must_tell=True)
+            else:
                 _log.warning("rank %d: %s has sent nothing for %.1f s", self._rank, peer.name, verdict.silence_s)
                 self._note("peer is silent", peer=peer.rank, silence_s=verdict.silence_s)
-            else:
-                self.on_broken(peer, f"sent nothing for {verdict.silence_s:.1f} s", must_tell=True)
         self.stalls.tick(tick.counted_s, {peer.rank: peer.transport.progress for peer in self._living()})
 
     def _lose(self, peer: Peer, error: PeerLostError, *, news: Iterable[tuple[int, str]] = ()) -> None:

@@ -20,7 +20,7 @@ from syncline.errors import (
     SynclineError,
     name_ranks,
 )
-from syncline.fabric.standstill import describe_absence
+from syncline.fabric.liveness import describe_absence
 from syncline.runtime.call import DETAILS
 from syncline.runtime.control import Failure, Tally
 

@@ -12,9 +12,8 @@ from typing import Unpack
 from syncline.errors import ConfigurationError
 from syncline.fabric import ABORTED, Fabric, FabricListener
 from syncline.fabric.progress import MemberStalls
-from syncline.fabric.protocol import ReceiveSettings, SendSettings
+from syncline.fabric.protocol import FabricStatistics, ReceiveSettings, SendSettings
 from syncline.fabric.slice_executor import SliceExecutor
-from syncline.fabric.statistics import FabricStatistics
 from syncline.runtime.relay import Relay, enclose
 
 
