@@ -9,9 +9,8 @@ from typer.testing import CliRunner
 
 from rank_scripts import reserved_port
 from syncline.cli.doctor import app
-from syncline.cli.port_diagnosis import judge
+from syncline.cli.port_diagnosis import Outcome, PortProbes, judge
 from syncline.errors import ConfigurationError
-from syncline.fabric.port_probes import Outcome, PortProbes
 
 NAMES = ["a0", "a1", "b0"]
 ADDRESSES = ["10.0.0.1", "10.0.0.2", "10.0.0.3"]

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from syncline.cli.path_diagnosis import class_names, judge_path
-from syncline.fabric.path_marks import PathMark
+from syncline.cli.path_diagnosis import PathMark, class_names, judge_path
 from syncline.priorities.settings import Priorities
 
 DOCTOR = [sys.executable, "-m", "syncline.cli.main", "doctor"]

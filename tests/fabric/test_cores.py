@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meeting_stores import DictStore
 from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
-from syncline.fabric.cores import ThreadBinding, divide_cores, unrestricted_cores
+from syncline.fabric.shared_host import ThreadBinding, divide_cores, unrestricted_cores
 from syncline.runtime import CommunicationLoop
 
 pytestmark = pytest.mark.skipif(not unrestricted_cores(), reason="this process may not use all cores, so none is bound")

@@ -8,8 +8,8 @@ import pytest
 
 from rank_scripts import script_environment
 from syncline.errors import ConfigurationError
-from syncline.fabric import open_files
-from syncline.fabric.open_files import NUM_OWN_FILES, check_open_files
+from syncline.fabric import sockets
+from syncline.fabric.sockets import NUM_OWN_FILES, check_open_files
 
 START = """
 import resource, sys
@@ -34,7 +34,7 @@ def limits(monkeypatch):
 
     def say(*numbers):
         monkeypatch.setattr(resource, "getrlimit", lambda _: numbers)
-        monkeypatch.setattr(open_files, "_count_open", lambda _: 5)
+        monkeypatch.setattr(sockets, "_count_open", lambda _: 5)
 
     return say
 

@@ -9,9 +9,7 @@ import pytest
 from meeting_stores import DictStore
 from syncline.errors import HandshakeError
 from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
-from syncline.fabric.presence import Presence
-from syncline.fabric.records import StoreRecords
-from syncline.fabric.rendezvous import Member
+from syncline.fabric.rendezvous import Member, Presence, StoreRecords
 
 QUICK = {"heartbeat_s": 0.1, "suspect_s": 0.3, "dead_s": 2.0, "handshake_s": 0.3, "connect_s": 600.0}
 

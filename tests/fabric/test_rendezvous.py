@@ -8,8 +8,7 @@ import pytest
 
 from meeting_stores import DictStore
 from syncline.errors import RendezvousError
-from syncline.fabric.records import MAX_RECORD_BYTES
-from syncline.fabric.rendezvous import FIRST_PAUSE_S, LONGEST_PAUSE_S, Member, Rendezvous
+from syncline.fabric.rendezvous import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_RECORD_BYTES, Member, Rendezvous
 
 
 def member(rank, port=None, host="h"):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from select import EPOLLIN, EPOLLOUT
 from typing import Any, Protocol
 
-from syncline.fabric.selector import Selector
+from syncline.fabric.peer_transport import Selector
 
 NEVER = float("inf")
 MOST_TURNS = 20_000

@@ -22,6 +22,7 @@ from syncline.machines.features import (
     topology_features,
     topology_latencies,
 )
+from syncline.report.terminal import new_table
 from syncline.topology import Topology
 from syncline.units import format_duration, format_frequency, format_rate, format_size
 
@@ -124,9 +125,7 @@ def _ranks(topology: Topology, table: FeatureTable, hosts: tuple[int, ...]) -> l
 def _print_tables(topology: Topology, table: FeatureTable, clustering: Clustering) -> None:
     console = Console(soft_wrap=True)
     console.print(_feature_table(topology, table, clustering))
-    scores = Table(title="silhouette", title_justify="left")
-    scores.add_column("k", justify="right")
-    scores.add_column("mean silhouette", justify="right")
+    scores = new_table("k", "mean silhouette", num_texts=0, title="silhouette")
     for k, score in clustering.silhouettes.items():
         scores.add_row(str(k), f"{score:.3f}")
     if clustering.silhouettes:

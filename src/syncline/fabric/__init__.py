@@ -24,8 +24,7 @@ if TYPE_CHECKING:
         PeerLeftError,
         Transport,
     )
-    from syncline.fabric.records import Store
-    from syncline.fabric.rendezvous import Rendezvous
+    from syncline.fabric.rendezvous import Rendezvous, Store
     from syncline.fabric.tcp import TcpFabric
 
 __all__ = [
@@ -64,8 +63,7 @@ __getattr__ = late_names(
         "mesh": "connect_tcp",
         "compiled": "new_event_loop",
         "tcp": "TcpFabric",
-        "rendezvous": "Rendezvous",
-        "records": "Store",
+        "rendezvous": "Rendezvous Store",
         "memory": "MemoryFabric memory_fabrics",
         "frames": "MEMORY_CLASS",
     },

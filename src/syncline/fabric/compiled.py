@@ -27,7 +27,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     'ran'
     """
     try:
-        from syncline.fabric.selector import Selector
+        from syncline.fabric.peer_transport import Selector
     except ImportError:  # no fabric over TCP can be opened either
         return asyncio.new_event_loop()
     return asyncio.SelectorEventLoop(Selector())

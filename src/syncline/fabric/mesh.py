@@ -21,7 +21,6 @@ from syncline.fabric.compiled import check_compiled
 from syncline.fabric.dialling import FIRST_PAUSE_S, LONGEST_PAUSE_S, dial
 from syncline.fabric.frames import CONTROL_CLASS, FrameType
 from syncline.fabric.handshake import FrameKeys, Resumption, Terms, derive_key, derive_offer_key
-from syncline.fabric.open_files import check_open_files
 from syncline.fabric.options import NOWHERE, FabricOptions
 from syncline.fabric.peer import Peer
 from syncline.fabric.reach import Reach, check_reach
@@ -30,7 +29,7 @@ from syncline.fabric.reopening import Reopener
 from syncline.fabric.shared_host import MemoryOffers
 from syncline.fabric.shared_port import SharedListener, name_of, open_listener
 from syncline.fabric.sizing import fit_grants, fit_options, fit_window_sizes
-from syncline.fabric.sockets import advertised_endpoint, prepare_connected, resolve_address
+from syncline.fabric.sockets import advertised_endpoint, check_open_files, prepare_connected, resolve_address
 from syncline.fabric.tcp import TcpFabric
 from syncline.observe import Trace
 from syncline.priorities.settings import Priorities

@@ -2,7 +2,8 @@
 
 A transport knows messages, grants and frames (``native/``); what the end of a peer means, and what is told to others,
 is for :mod:`syncline.fabric.peer`. The loop watches all connections of a fabric as one, and hears of whole messages:
-for a request, a grant or a piece of a message the interpreter does not run.
+for a request, a grant or a piece of a message the interpreter does not run. Of a call whose slices compiled code
+executes it hears when all are over.
 
 Importing this needs the compiled module (:func:`syncline.fabric.compiled.check_compiled`).
 """
@@ -11,20 +12,30 @@ from __future__ import annotations
 
 import asyncio
 import os
+import selectors
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
-from syncline.fabric._native import GrantScheduler, NativeTransport
-from syncline.fabric.compiled_slice_executor import CompiledSliceExecutor, Mismatched
+from syncline.fabric import _native
+from syncline.fabric._native import GrantScheduler, NativeTransport, wait
 from syncline.fabric.frames import CONTROL_CLASS, MEMORY_CLASS, DamagedFrameError, FrameError, FrameType
 from syncline.fabric.handshake import FrameKeys
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.protocol import ConnectionStatistics, call_back
 from syncline.fabric.sizing import GrantSizes, GrantWindow
-from syncline.fabric.slice_executor import CALL_TAGS, SliceExecutor
+from syncline.fabric.slice_executor import (
+    CALL_TAGS,
+    SLICE_TAGS,
+    Dataflow,
+    Execution,
+    Reduction,
+    SlicedCall,
+    SliceExecutor,
+    Slices,
+)
 from syncline.fabric.sockets import busy_seconds, lost_bytes, mark
 
 SENT, RECEIVED, FRAME, MISMATCH, UNREADABLE, BROKEN, VIOLATION, ALL_ENDED, ALL_CLOSED, DRAINED, DONE = range(1, 12)
@@ -347,3 +358,213 @@ def _error_of(kind: int, number: int, text: bytes) -> Exception:
     if kind == FAULT:
         return RuntimeError(text.decode(errors="replace"))
     return DamagedFrameError(text.decode()) if number else FrameError(text.decode())
+
+
+_EPOLLIN, _EPOLLOUT = 1, 4
+
+
+class Selector(selectors.EpollSelector):
+    """Serves every native transport that is registered to be read, so that the loop sleeps while they need no Python.
+
+    asyncio asks its selector what is ready. Requests, grants and pieces of messages make sockets ready and need no
+    Python at all: here they are dealt with inside that question, without the interpreter's lock, and the loop wakes up
+    for whole messages, timers and what other threads ask of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._native_transports: list[NativeTransport] = []
+        self._keys: dict[int, selectors.SelectorKey] = {}
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        """Watch a file, or serve a native transport."""
+        key = super().register(fileobj, events, data)
+        self._keys[key.fd] = key
+        if isinstance(fileobj, NativeTransport):
+            self._native_transports.append(fileobj)
+            fileobj.is_served = True
+        return key
+
+    def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        """Watch a file for something else."""
+        key = super().modify(fileobj, events, data)
+        self._keys[key.fd] = key
+        return key
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        """Watch a file, or serve a native transport, no longer."""
+        if isinstance(fileobj, NativeTransport):
+            self._native_transports.remove(fileobj)
+            fileobj.is_served = False
+        key = super().unregister(fileobj)
+        del self._keys[key.fd]
+        return key
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Return what is ready for Python within ``timeout`` seconds (None: forever)."""
+        if not self._native_transports:
+            return super().select(timeout)
+        found = []
+        for descriptor, mask in wait(
+            self.fileno(), -1.0 if timeout is None else max(timeout, 0.0), self._native_transports
+        ):
+            key = self._keys.get(descriptor)
+            if key is None:
+                continue
+            events = (selectors.EVENT_WRITE if mask & ~_EPOLLIN else 0) | (
+                selectors.EVENT_READ if mask & ~_EPOLLOUT else 0
+            )
+            if events & key.events:
+                found.append((key, events & key.events))
+        return found
+
+
+MAX_KEPT = 1024
+"""Layouts, and dataflows for them, that are kept for the next call of their kind."""
+
+Mismatched = Callable[[int, int, int], None]
+"""Told (peer, tag, received signature)."""
+
+
+class CompiledSliceExecutor:
+    """Executes calls on a native transport; those whose reduction is not compiled are left to ``reference``.
+
+    Each of the two has the bound for itself. Rank k of a call is ``ranks[k]`` of the native transport, which tells of a
+    mismatch who stands in ``mismatched`` for the call, by its first tag in units of CALL_TAGS.
+    """
+
+    def __init__(
+        self,
+        native_transport: _native.NativeTransport,
+        reference: SliceExecutor,
+        ranks: Sequence[int],
+        *,
+        mismatched: dict[int, Mismatched],
+    ) -> None:
+        self._native_transport = native_transport
+        self._reference = reference
+        self._ranks = list(ranks)
+        self.mismatched = mismatched
+        self.max_inflight_bytes = reference.max_inflight_bytes
+        self._pool = _native.TemporaryPool(2 * self.max_inflight_bytes)
+        self._executor = _native.SliceExecutor(native_transport, self._pool, self.max_inflight_bytes)
+        self._layouts: dict[tuple[int, str, str], tuple[Slices, _native.Layout]] = {}
+        self._dataflows: dict[int, tuple[Dataflow, _native.Dataflow]] = {}
+
+    def __repr__(self) -> str:
+        in_use = f"{self._pool.used_bytes} temporary bytes in use"
+        return f"<CompiledSliceExecutor: {self.num_active_slices} slices, {in_use}>"
+
+    @property
+    def num_active_slices(self) -> int:
+        """Slices under way, now."""
+        return self._executor.num_active_slices + self._reference.num_active_slices
+
+    @property
+    def inflight_bytes(self) -> int:
+        """Bytes of the slices under way, now."""
+        return self._executor.inflight_bytes + self._reference.inflight_bytes
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Bytes of temporaries, in use or kept, now."""
+        return self._pool.used_bytes + self._pool.kept_bytes + self._reference.temporary_bytes
+
+    def open(self, call: SlicedCall) -> Execution:
+        """Return an execution that has not begun."""
+        if not _native.can_add(call.reduction.dtype, call.reduction.op):
+            return self._reference.open(call)
+        return CompiledExecution(self, call)
+
+    def heard_s(self, peer: int) -> float:
+        """Return when a message of ``peer`` last arrived, by the loop's clock; 0 if none did."""
+        return max(self._native_transport.heard_s(self._ranks[peer]), self._reference.heard_s(peer))
+
+    def compile(self, call: SlicedCall, on_done: Callable[[], None]) -> _native.CallRun:
+        """Return ``call`` as compiled code runs it."""
+        return _native.CallRun(
+            self._executor,
+            self._layout(call.slices, call.reduction),
+            call.buffer,
+            tag=call.tag,
+            tag_step=SLICE_TAGS,
+            signature=call.signature,
+            urgency=call.urgency,
+            connection_class=call.connection_class,
+            number=call.number,
+            on_done=on_done,
+        )
+
+    def place_of(self, rank: int) -> int:
+        """Return which rank of the calls a rank of the native transport is."""
+        return self._ranks.index(rank)
+
+    def _layout(self, slices: Slices, reduction: Reduction) -> _native.Layout:
+        """Return the slices for compiled code. Training makes the same calls at each step, so they are kept.
+
+        What an entry is filed under is kept alive in it, so that no id is used again.
+        """
+        key = id(slices), reduction.dtype, reduction.op
+        known = self._layouts.get(key)
+        if known is None:
+            if len(self._layouts) >= MAX_KEPT:
+                self._layouts.clear()
+                self._dataflows.clear()
+            dataflows = [self._dataflow(dataflow) for dataflow, _ in slices]
+            offsets = [[offset * reduction.itemsize for offset in offsets] for _, offsets in slices]
+            layout = _native.Layout(dataflows, offsets, reduction.dtype, reduction.op)
+            known = self._layouts[key] = slices, layout
+        return known[1]
+
+    def _dataflow(self, dataflow: Dataflow) -> _native.Dataflow:
+        known = self._dataflows.get(id(dataflow))
+        if known is None:
+            known = self._dataflows[id(dataflow)] = dataflow, _native.Dataflow(dataflow, self._ranks)
+        return known[1]
+
+
+class CompiledExecution:
+    """All slices of one call on their way."""
+
+    __slots__ = ("_call", "_executor", "_run", "is_over")
+
+    def __init__(self, executor: CompiledSliceExecutor, call: SlicedCall) -> None:
+        self._executor = executor
+        self._call = call
+        self._run = executor.compile(call, self._done)
+        self.is_over = False
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there are slices that were not begun."""
+        return self._run.has_more
+
+    def start(self) -> None:
+        """Begin as many slices as there is room for; the others follow."""
+        self._executor.mismatched[self._call.tag // CALL_TAGS] = self._mismatched
+        self._run.start()
+
+    def stop(self) -> None:
+        """Withdraw: after this nothing is written to the buffer any more, whatever arrives."""
+        self._end()
+        self._run.stop()
+
+    def awaited_peers(self) -> set[int]:
+        """Return who has not delivered yet what may be delivered now."""
+        return self._run.awaited_peers()
+
+    def open_peers(self) -> set[int]:
+        """Return the ranks that slices under way still have to exchange messages with (-1: none, but work is left)."""
+        return self._run.open_peers()
+
+    def _done(self) -> None:
+        if not self.is_over:  # else it was stopped meanwhile
+            self._end()
+            self._call.on_over()
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._executor.mismatched.pop(self._call.tag // CALL_TAGS, None)
+
+    def _mismatched(self, rank: int, tag: int, received: int) -> None:
+        self._call.on_mismatch(self._executor.place_of(rank), tag, received)

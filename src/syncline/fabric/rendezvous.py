@@ -22,15 +22,13 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from syncline.errors import HandshakeError, RendezvousError, name_ranks
-from syncline.fabric.on_thread import on_thread
-from syncline.fabric.presence import Presence
-from syncline.fabric.records import MAX_RECORD_BYTES, Store, StoreRecords
 
+MAX_RECORD_BYTES = 64 << 10
 NONCE_BYTES = 16
 FIRST_PAUSE_S = 0.01
 LONGEST_PAUSE_S = 0.25
@@ -91,6 +89,70 @@ class AnyRendezvous(Protocol):
 
     async def rest(self) -> None:
         """Tell the others that this rank is connected to all of them."""
+
+
+class Store(Protocol):
+    """A key-value store that all ranks reach; the calls may block and are made in a worker thread.
+
+    What else it raises becomes a :class:`~syncline.errors.RendezvousError`.
+
+    >>> class DictStore(dict):  # where all ranks are in one process
+    ...     set = dict.__setitem__
+    ...     def get(self, key, timeout_s):
+    ...         if key not in self:
+    ...             raise TimeoutError
+    ...         return self[key]
+    >>> rendezvous = Rendezvous(DictStore(), job_id="example")
+    """
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write ``value``, over what was there."""
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Return the value, as soon as there is one; ``TimeoutError`` if there is none in time.
+
+        The rendezvous asks only for what is there now (``timeout_s`` is 0.0): whoever then waits for an answer of the
+        store itself must not raise ``TimeoutError`` because that takes a while.
+        """
+
+
+class StoreRecords:
+    """The records of one job. A store that fails is a :class:`RendezvousError`."""
+
+    def __init__(self, store: Store, *, job_id: str) -> None:
+        self._store = store
+        self._prefix = f"syncline/{job_id}"
+
+    def set(self, key: str, value: object) -> None:
+        """Write a record."""
+        text = json.dumps(value, separators=(",", ":")).encode()
+        assert len(text) <= MAX_RECORD_BYTES, f"record {key} has {len(text)} bytes"
+        try:
+            self._store.set(f"{self._prefix}/{key}", text)
+        except Exception as error:
+            raise _store_failed(error) from error
+
+    def get(self, key: str) -> Any:
+        """Return what a key holds now, None if it holds nothing that can be used."""
+        try:
+            text = self._store.get(f"{self._prefix}/{key}", 0.0)
+        except TimeoutError:
+            return None
+        except Exception as error:
+            raise _store_failed(error) from error
+        if len(text) > MAX_RECORD_BYTES:
+            return None
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+
+
+def _store_failed(error: Exception) -> RendezvousError:
+    return RendezvousError(
+        f"the store through which the ranks meet failed ({type(error).__name__}: {error}); check that rank 0's "
+        "process, or whatever serves MASTER_ADDR and MASTER_PORT, is running and can be reached"
+    )
 
 
 class Rendezvous:
@@ -427,3 +489,128 @@ def _pack(entries: Sequence[dict[str, object]]) -> list[list[dict[str, object]]]
         parts[-1].append(entry)
         room -= num_bytes
     return parts
+
+
+BEAT_S = 0.5
+MAX_TEXT = 4000
+
+
+class Presence:
+    """Who is still there while ranks meet and connect, and what those that gave up said; through the store alone.
+
+    Before ranks are connected, nothing else tells that one of them died. Each writes a number that grows, its *pulse*:
+    rank 0 looks at the pulses of all, the others at rank 0's. One that moved before and then stands for too long is
+    gone; one that never moved may be a key that an earlier attempt left behind, or a rank that is late. Whoever gives
+    up tells rank 0, and rank 0 tells all, in keys that hold the nonce of whom they are for, so that no later attempt
+    reads them.
+    """
+
+    def __init__(
+        self, records: StoreRecords, rank: int, nonce: str, *, silence_s: float, now_s: Callable[[], float]
+    ) -> None:
+        self._records = records
+        self._rank = rank
+        self._nonce = nonce
+        self._silence_s = silence_s
+        self._now_s = now_s
+        self._writing = threading.Lock()
+        self._rests = False
+        self._num_beats = 0
+        self._beat_s = float("-inf")
+        self._pulses: dict[int, object] = {}
+        self._moved_s: dict[int, float] = {}
+
+    def beat(self, watched: Iterable[int]) -> list[int]:
+        """Let the pulse go on, and return those of ``watched`` that are gone; call it often."""
+        now_s = self._now_s()
+        if now_s - self._beat_s < min(BEAT_S, self._silence_s / 10):
+            return []
+        slept_s = now_s - self._beat_s - self._silence_s / 2
+        if 0 < slept_s < float("inf"):  # this rank itself was away, and that does not count against the others
+            self._moved_s = dict.fromkeys(self._moved_s, now_s)
+        self._beat_s = now_s
+        self._num_beats += 1
+        with self._writing:  # another thread may let this rank rest, and the last word is that
+            if not self._rests:
+                self._records.set(f"pulse/{self._rank}", [self._nonce, self._num_beats])
+        return [rank for rank in watched if self._is_gone(rank, now_s)]
+
+    def vouch(self, ranks: Iterable[int]) -> None:
+        """Take these for ranks of this attempt, which were there a moment ago, though their pulses did not move yet."""
+        for rank in ranks:
+            self._moved_s.setdefault(rank, self._now_s())
+
+    def is_heard(self, rank: int) -> bool:
+        """Whether the pulse of a rank that is watched has moved."""
+        return rank in self._moved_s
+
+    def rest(self) -> None:
+        """Let nobody expect the pulse to go on: this rank is connected to all others, which now see for themselves."""
+        with self._writing:
+            self._rests = True
+            self._records.set(f"pulse/{self._rank}", [self._nonce, -1])
+
+    def heard(self) -> str | None:
+        """Return why some rank gave up, if one did."""
+        text = self._records.get(f"failed/{self._nonce}")
+        return text[:MAX_TEXT] if isinstance(text, str) else None
+
+    def tell(self, text: str, nonces: Mapping[int, str]) -> None:
+        """Say why this rank gives up: to all of ``nonces`` if it is rank 0, else to rank 0, which passes it on."""
+        for rank, nonce in nonces.items():
+            if rank != self._rank and (self._rank == 0 or rank == 0):
+                self._records.set(f"failed/{nonce}", text[:MAX_TEXT])
+
+    def _is_gone(self, rank: int, now_s: float) -> bool:
+        pulse = self._records.get(f"pulse/{rank}")
+        if isinstance(pulse, list) and pulse[-1:] == [-1]:
+            self._moved_s.pop(rank, None)
+            return False
+        if rank not in self._pulses:
+            self._pulses[rank] = pulse
+            return False
+        if pulse != self._pulses[rank]:
+            self._pulses[rank] = pulse
+            self._moved_s[rank] = now_s
+        return now_s - self._moved_s.get(rank, now_s) >= self._silence_s
+
+
+T = TypeVar("T")
+
+STOP_S = 1.0
+"""How long a thread that was told to stop is waited for."""
+
+
+async def on_thread(function: Callable[[], T], stop: threading.Event) -> T:
+    """Run ``function`` on a thread of its own and return what it returns; ``stop`` is set when that is not wanted.
+
+    An executor's threads are joined when the interpreter ends; one that hangs in a foreign call would keep the process
+    alive.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]  # it is what the function returned
+
+    def main() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop may have ended
+            loop.call_soon_threadsafe(settle, result, error)
+
+    thread = threading.Thread(target=main, name="syncline-rendezvous", daemon=True)
+    thread.start()
+    try:
+        return await future
+    finally:
+        stop.set()
+        thread.join(STOP_S)

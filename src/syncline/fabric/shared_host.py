@@ -1,4 +1,6 @@
-"""Ranks on one machine: the receiver copies a message straight out of the sender's memory, with one system call.
+"""Ranks on one machine: they read each other's memory, and each has its own cores for its communication thread.
+
+The receiver copies a message straight out of the sender's memory, with one system call.
 
 A loopback socket copies each byte twice and runs the whole TCP stack for it. ``process_vm_readv`` (Linux, "cross
 memory attach", as MPI libraries use it) copies once, from the sender's buffer into the destination. The announcement of
@@ -16,11 +18,14 @@ that lives in it has made the offer: no peer can hand this rank's own offer back
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hmac
 import os
 import secrets
 import struct
+import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -165,3 +170,52 @@ class MemoryOffers:
 def is_this_process(pid: int) -> bool:
     """Whether ``pid`` is this process or one of its threads, whose ids the kernel takes as well."""
     return pid == os.getpid() or Path(f"/proc/self/task/{pid}").exists()
+
+
+def divide_cores(cores: Iterable[int], *, place: int, num_places: int) -> frozenset[int]:
+    """Return the share of ``place``: even runs of neighbouring cores; where there are too few, one, taken in turns."""
+    ordered = sorted(cores)
+    if num_places >= len(ordered):
+        return frozenset(ordered[place % len(ordered) : place % len(ordered) + 1])
+    start, stop = (edge * len(ordered) // num_places for edge in (place, place + 1))
+    return frozenset(ordered[start:stop])
+
+
+def unrestricted_cores() -> frozenset[int]:
+    """Return the cores of this process; none if someone has restricted it already, or the platform cannot bind."""
+    if not hasattr(os, "sched_getaffinity"):
+        return frozenset()
+    cores = frozenset(os.sched_getaffinity(os.getpid()))  # of the main thread, whatever this one is bound to
+    return cores if len(cores) == os.cpu_count() else frozenset()
+
+
+class ThreadBinding:
+    """Binds the thread that calls :meth:`share_with` to its rank's share of the machine's cores.
+
+    A kernel that wakes a thread tends to put it on the core of the thread that woke it, as the two seem to work
+    together. Communication threads of one machine wake each other all the time, and so end up on one core, each waiting
+    for the other to leave it, while another core is free. MPI launchers bind processes for that reason; this binds one
+    thread only, and leaves those that compute where the kernel puts them.
+
+    A main thread is the program's own, and is left alone.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._ranks = {rank}
+
+    def __repr__(self) -> str:
+        return f"<ThreadBinding of rank {self._rank} beside {len(self._ranks) - 1} others>"
+
+    def share_with(self, rank: int) -> None:
+        """Take note that ``rank`` runs on this machine too, and bind the thread to what remains of the cores."""
+        self._ranks.add(rank)
+        if threading.current_thread() is not threading.main_thread():
+            with contextlib.suppress(OSError):  # a core went away, or a sandbox refuses: nothing depends on it
+                self._bind()
+
+    def _bind(self) -> None:
+        cores = unrestricted_cores()
+        if cores:
+            place = sorted(self._ranks).index(self._rank)
+            os.sched_setaffinity(0, divide_cores(cores, place=place, num_places=len(self._ranks)))

@@ -6,9 +6,11 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import resource
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
@@ -264,3 +266,37 @@ def _try_option(sock: socket.socket, level: int, name: int, value: int | bytes, 
             _log.warning("the kernel refuses %s = %r (%s); going on without it", text, value, error.strerror)
         return False
     return True
+
+
+NUM_OWN_FILES = 16
+"""What a fabric needs beside its connections: the loop (3), compiled code (2), the listening socket, the store, and
+handshakes with those who connect meanwhile."""
+
+
+def check_open_files(rank: int, *, num_peers: int, num_classes: int) -> None:
+    """Raise ``ConfigurationError`` unless ``num_classes`` connections and that of control fit for each peer.
+
+    Each connection is a file. Where the limit is too low, connections fail one by one and other ranks wait for this one
+    until their deadline, so it is said before the first.
+    """
+    allowed, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = _count_open(allowed)
+    per_peer = num_classes + 1
+    needed = num_open + NUM_OWN_FILES + num_peers * per_peer
+    if allowed == resource.RLIM_INFINITY or needed <= allowed:
+        return
+    roof = (
+        "" if hard == resource.RLIM_INFINITY or hard >= needed else f", for which root must raise the hard limit {hard}"
+    )
+    raise ConfigurationError(
+        f"rank {rank} needs {needed} open files, {per_peer} for each of {num_peers} other ranks, {NUM_OWN_FILES} of "
+        f"its own and {num_open} that are open, but RLIMIT_NOFILE allows {allowed}; say ulimit -n {needed} or more in "
+        f"the shell that starts it{roof}"
+    )
+
+
+def _count_open(allowed: int) -> int:
+    try:
+        return len(list(Path("/proc/self/fd").iterdir())) - 1  # without that of the folder itself
+    except OSError:  # not even this one can be opened
+        return allowed

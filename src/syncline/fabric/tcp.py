@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Protocol, Unpack
 
 from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.acceptor import Acceptor
-from syncline.fabric.cores import ThreadBinding
 from syncline.fabric.frames import FrameType, cut_reason, on_word_of, read_loss
 from syncline.fabric.handshake import Admission
 from syncline.fabric.liveness import Liveness, describe_absence
@@ -35,7 +34,7 @@ from syncline.fabric.protocol import (
     SendSettings,
 )
 from syncline.fabric.reach import Reach
-from syncline.fabric.shared_host import MemoryOffers
+from syncline.fabric.shared_host import MemoryOffers, ThreadBinding
 from syncline.fabric.sizing import WindowSizes
 from syncline.fabric.slice_executor import SliceExecutor
 from syncline.members import News, is_believed

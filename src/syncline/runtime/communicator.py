@@ -23,7 +23,7 @@ from syncline.fabric import (
     connect_tcp,
     memory_fabrics,
 )
-from syncline.fabric.open_files import check_open_files
+from syncline.fabric.sockets import check_open_files
 from syncline.observe import NullTrace, Trace
 from syncline.priorities.settings import Priorities
 from syncline.runtime.call import BasicSettings, Call, CallSettings, CollectiveCall, common_settings

@@ -10,9 +10,9 @@ import time
 import pytest
 
 from rank_scripts import reserved_port
+from syncline.cli import port_diagnosis
+from syncline.cli.port_diagnosis import Outcome, PortProbes
 from syncline.errors import ConfigurationError
-from syncline.fabric import port_probes
-from syncline.fabric.port_probes import Outcome, PortProbes
 
 HOSTS = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
 LONG_S, SHORT_S = 60.0, 1.0
@@ -62,7 +62,7 @@ def test_of_two_of_which_one_cannot_be_dialled_both_hear_in_the_end_that_all_is_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the one hears, it hears of the other's dials alone; run() ends long before its time."""
-    monkeypatch.setattr(port_probes, "PAUSE_S", 0.01)
+    monkeypatch.setattr(port_diagnosis, "PAUSE_S", 0.01)
     with reserved_port() as port:
         probes = probes_of(port, hosts=HOSTS[:2])
         listen = PortProbes._listen

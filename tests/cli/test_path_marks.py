@@ -5,9 +5,8 @@ import threading
 
 import pytest
 
-from syncline.errors import ConfigurationError
-from syncline.fabric import path_marks
-from syncline.fabric.path_marks import (
+from syncline.cli import path_diagnosis
+from syncline.cli.path_diagnosis import (
     PACKET_BYTES,
     PathMark,
     make_answer,
@@ -17,6 +16,7 @@ from syncline.fabric.path_marks import (
     read_answer,
     respond,
 )
+from syncline.errors import ConfigurationError
 
 MARKS = (46, 34, 18, 8, 0)
 NONCE = bytes(16)
@@ -59,14 +59,14 @@ def test_marks_survive_on_loopback(responder, listens, asks):
 
 
 def test_a_path_that_clears_marks_is_seen_in_each_direction(responder, monkeypatch):
-    really_set = path_marks._set_mark
+    really_set = path_diagnosis._set_mark
 
     def bleached(sock, mark, peer):
         is_responder = sock.getsockname()[1] == port
         really_set(sock, mark if is_responder or mark == 8 else 0, peer)
 
     port, _, _ = responder("127.0.0.1")
-    monkeypatch.setattr(path_marks, "_set_mark", bleached)
+    monkeypatch.setattr(path_diagnosis, "_set_mark", bleached)
     assert probe_path("127.0.0.1", port, (46, 8)) == (
         PathMark(sent=46, arrived=0, returned=46),
         PathMark(sent=8, arrived=8, returned=8),
