@@ -13,7 +13,7 @@ import torch.distributed as dist
 from syncline.backend.group_state import GroupState
 from syncline.backend.group_streams import GroupStreams
 from syncline.backend.inner_groups import DevicePlace, TorchInnerGroup
-from syncline.runtime.tags import NUM_STREAMS
+from syncline.fabric.slice_executor import NUM_STREAMS
 from thread_device import WAIT_S, ThreadDevice
 from thread_fleets import run_fleets
 

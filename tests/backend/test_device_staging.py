@@ -23,7 +23,7 @@ from syncline.errors import (
     PeerLostError,
     SynclineError,
 )
-from syncline.runtime.tags import NUM_STREAMS
+from syncline.fabric.slice_executor import NUM_STREAMS
 from syncline.schedule import Collective, Schedule, plan_ring
 from syncline.tensors import staging
 from syncline.tensors.collectives import TensorCollectives

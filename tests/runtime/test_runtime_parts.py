@@ -5,13 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.errors import ConfigurationError, name_ranks
-from syncline.fabric.slice_executor import CALL_TAGS, Kind
+from syncline.fabric.slice_executor import CALL_TAGS, Kind, check_tags_fit, first_tag
 from syncline.runtime import control
 from syncline.runtime.call import Description
 from syncline.runtime.dataflow import compile_dataflow
 from syncline.runtime.failures import find_culprits, wait_for
 from syncline.runtime.same_calls import Agreement, EarlyQuota
-from syncline.runtime.tags import check_tags_fit, first_tag
 from syncline.schedule import Phase, RankProgram, Receive, Send
 
 

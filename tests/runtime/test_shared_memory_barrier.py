@@ -2,7 +2,7 @@
 
 import pytest
 
-from syncline.runtime.shared_memory.barrier import LOOK_S, Outcome, meet, missing
+from syncline.runtime.shared_memory.collectives import LOOK_S, Outcome, meet, missing
 
 NUMBER, SIGNATURE = 7, 123
 BEFORE, BEGUN = 2 * NUMBER - 1, 2 * NUMBER

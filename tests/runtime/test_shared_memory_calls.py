@@ -13,9 +13,9 @@ from syncline.errors import DeadlineError, FabricClosedError, FabricError, Misma
 from syncline.observe import Trace
 from syncline.runtime import numpy_reduction
 from syncline.runtime.reduction import DTYPES
-from syncline.runtime.shared_memory import futex
+from syncline.runtime.shared_memory.segment import has_futex
 
-pytestmark = pytest.mark.skipif(not futex.has_futex(), reason="this platform has no segment")
+pytestmark = pytest.mark.skipif(not has_futex(), reason="this platform has no segment")
 
 FLOAT32 = numpy_reduction("float32")
 

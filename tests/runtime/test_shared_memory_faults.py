@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from rank_scripts import run_struck
-from syncline.runtime.shared_memory import futex
+from syncline.runtime.shared_memory.segment import has_futex
 
-pytestmark = pytest.mark.skipif(not futex.has_futex(), reason="this platform has no segment")
+pytestmark = pytest.mark.skipif(not has_futex(), reason="this platform has no segment")
 
 VICTIM = 2
 

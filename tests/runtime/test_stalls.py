@@ -8,7 +8,7 @@ import pytest
 from syncline.errors import DeadlineError
 from syncline.fabric import FabricOptions
 from syncline.runtime import numpy_reduction
-from syncline.runtime.shared_memory.barrier import Outcome, meet
+from syncline.runtime.shared_memory.collectives import Outcome, meet
 from syncline.topology import Topology
 
 FLOAT32 = numpy_reduction("float32")

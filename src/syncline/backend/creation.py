@@ -20,11 +20,11 @@ from syncline.backend.calls import GroupCalls
 from syncline.backend.group_state import GroupState, open_part
 from syncline.backend.group_streams import GroupStreams
 from syncline.errors import ConfigurationError
+from syncline.fabric.slice_executor import NUM_STREAMS
 from syncline.pytorch.connecting import choose_interface, connect, with_address
 from syncline.pytorch.environment import UNWRITTEN, Arguments, BackendOptions, Environment, read_environment
 from syncline.pytorch.stores import LocalStore, TorchStore
 from syncline.runtime import Communicator
-from syncline.runtime.tags import NUM_STREAMS
 from syncline.topology import Topology
 from syncline.updates.combinations import WRITE_ONE, Combination, TrainingRequest, check_combinations
 from syncline.updates.private_torch import failing_backend, has_other_backends

@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from syncline.errors import ConfigurationError, PeerLostError, RendezvousError
-from syncline.runtime.tags import NUM_STREAMS
+from syncline.fabric.slice_executor import NUM_STREAMS
 
 STREAMS_OF_A_GROUP = 4
 """The first for the calls of the communicator's own methods, the third for staged calls, the last for messages."""

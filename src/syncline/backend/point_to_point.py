@@ -19,8 +19,8 @@ from functools import partial
 from syncline.backend.matching import MessageHead, MessageMatcher
 from syncline.errors import ConfigurationError, DeadlineError, FabricError, MismatchError, PeerLostError
 from syncline.fabric import PeerLeftError
+from syncline.fabric.slice_executor import NUMBER_MASK, first_tag
 from syncline.runtime import Communicator
-from syncline.runtime.tags import NUMBER_MASK, first_tag
 from syncline.runtime.work import Work
 
 HEAD_BYTES = 512

@@ -25,6 +25,7 @@ from syncline.backend.creation import TOKEN_BYTES, check_topology, find_world
 from syncline.backend.group_state import GroupState
 from syncline.backend.group_streams import GroupStreams
 from syncline.errors import ConfigurationError
+from syncline.fabric.slice_executor import NUM_STREAMS
 from syncline.members import LOSSES, Elastic
 from syncline.members.job_record import NO_FLAGS, Flags
 from syncline.pytorch.connecting import with_address
@@ -33,7 +34,6 @@ from syncline.pytorch.epochs import FabricPlace, FleetGrowth, Recovery
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.init import open_fleet
 from syncline.pytorch.stores import dial_store, serve_store
-from syncline.runtime.tags import NUM_STREAMS
 from syncline.updates.control import ControlStream
 
 NOBODY = -1

@@ -17,8 +17,8 @@ from itertools import accumulate
 import numpy as np
 
 from syncline.discovery.tree_search import Flow, Round
+from syncline.fabric.slice_executor import first_tag
 from syncline.runtime.port import Port
-from syncline.runtime.tags import first_tag
 
 ROUND_S = 5.0
 """After so long without an end a round has failed: whoever is slower than a few kilobytes a second is not measured."""

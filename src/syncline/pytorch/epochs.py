@@ -29,13 +29,13 @@ from typing import Any, Protocol
 from syncline.arguments import Whole, checked
 from syncline.endpoints import format_endpoint
 from syncline.errors import FabricClosedError, MismatchError, UpdateError, escape_text, name_ranks
+from syncline.fabric.slice_executor import NUM_STREAMS
 from syncline.last_words import tell_number
 from syncline.members import LOSSES, Elastic, Epoch, Membership, MembershipChange, Quorum, describe_ranks
 from syncline.members.agreement import Go
 from syncline.members.job_record import NO_FLAGS, Flags, JobRecord
 from syncline.runtime import Communicator, joining
 from syncline.runtime.regroup import Regroup
-from syncline.runtime.tags import NUM_STREAMS
 from syncline.topology import Topology
 from syncline.updates.control import ControlStream
 

@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from syncline.errors import DeadlineError, PeerLostError, SynclineError
+from syncline.fabric.slice_executor import first_tag
 from syncline.members import QuorumLostError
 from syncline.pytorch.fleet import Fleet
 from syncline.runtime.port import Port
-from syncline.runtime.tags import first_tag
 
 LOSSES = (PeerLostError, QuorumLostError, DeadlineError)
 HEAR_S = 15.0

@@ -31,12 +31,11 @@ from syncline.runtime.control import Failure, Tally
 from syncline.runtime.engine import Engine
 from syncline.runtime.failures import CRASH, LOSSES, PEER_LOST, reason_of
 from syncline.runtime.flight_recorder import FlightRecorder
-from syncline.runtime.group import GroupFabric, place_in_job
 from syncline.runtime.loop import CommunicationLoop
 from syncline.runtime.plans import Planner, Plans, Target
 from syncline.runtime.port import Port
 from syncline.runtime.reduction import Reduction, numpy_reduction
-from syncline.runtime.relay import Relay
+from syncline.runtime.relay import GroupFabric, Relay, place_in_job
 from syncline.runtime.shared_memory import EngineLinks, SharedMemoryCollectives, open_together
 from syncline.runtime.statistics import FleetStatistics, take_statistics
 from syncline.runtime.watching import ANSWER_S, Watching

@@ -12,23 +12,74 @@ done. No failed call leaves a posted receive behind that could write to its buff
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
-from syncline.errors import FabricError, SynclineError
+from syncline.errors import ConfigurationError, FabricError, SynclineError
 from syncline.fabric import PeerLeftError, PeerStalls, Transport
+from syncline.fabric.slice_executor import NUMBER_MASK, Execution, SlicedCall, check_tags_fit, first_tag
 from syncline.observe import NullTrace, Trace
 from syncline.runtime import control, failures
-from syncline.runtime.call import Call, Describer, trace_call
+from syncline.runtime.call import Call, CollectiveCall, Describer, Description, trace_call
 from syncline.runtime.control import ControlError, ControlKind, Failure, Tally
-from syncline.runtime.direct import DirectCall
-from syncline.runtime.executions import ActiveCall, Executions
+from syncline.runtime.dataflow import Dataflows
+from syncline.runtime.direct import DirectCall, DirectExecution
 from syncline.runtime.loop import Clock, Timer
 from syncline.runtime.plans import MOST_INFLIGHT_BYTES
 from syncline.runtime.python_slice_executor import PythonSliceExecutor
 from syncline.runtime.same_calls import Agreement, CallKey, Disagreement, EarlyQuota, EarlyWaits
-from syncline.runtime.tags import NUMBER_MASK
 from syncline.runtime.work import Work
 from syncline.topology import Topology
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ActiveCall:
+    """What the engine knows of one call. ``number`` is its running number in its stream."""
+
+    call: Call
+    number: int
+    peers: frozenset[int]
+    """All ranks that this one exchanges messages with."""
+    description: Description
+    work: Work
+    started_s: float
+    started_ns: int
+    is_agreed: bool
+    """Whether the rank before is known to have made the same call."""
+    execution: Execution | None = None
+    """Its slices or messages; None if there is nothing to move."""
+    timer: Timer | None = None
+    awaited: dict[int, frozenset[int]] = field(default_factory=dict)
+    """For each rank that said so, whom it waits for."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to do or to learn."""
+        return self.is_agreed and (self.execution is None or self.execution.is_over)
+
+    def needs(self, peer: int, predecessor: int) -> bool:
+        """Whether anything is still to be exchanged with ``peer``."""
+        if peer == predecessor and not self.is_agreed:
+            return True
+        if self.execution is None or self.execution.is_over:
+            return False
+        return (self.execution.has_more and peer in self.peers) or peer in self.execution.open_peers()
+
+    def awaited_peers(self, predecessor: int) -> frozenset[int]:
+        """Return who has not delivered: data, or else the memory of what was sent, or else the agreement."""
+        peers = (
+            set() if self.execution is None else self.execution.awaited_peers() or self.execution.open_peers() - {-1}
+        )
+        if not self.is_agreed:
+            peers.add(predecessor)
+        return frozenset(peers)
+
+    def stop(self) -> None:
+        """Withdraw every slice, so that nothing is written to the buffer any more."""
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.execution is not None:
+            self.execution.stop()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +136,8 @@ class Engine:
         self._executor = fabric.open_executor(
             PythonSliceExecutor(fabric, clock, max_inflight_bytes=max_inflight_bytes, on_crash=self.crash)
         )
-        self._executions = Executions(fabric, self._executor, on_over=self._end, on_mismatch=self._mismatched)
+        self._dataflows = Dataflows(fabric.rank)
+        self._num_sliced = 0
         self._calls: dict[CallKey, ActiveCall] = {}
         self._next_numbers: dict[int, int] = {}
         self._lost: dict[int, Failure] = {}
@@ -299,7 +351,7 @@ class Engine:
         number = self._next_numbers.get(call.stream, 0) + num_skipped
         self._next_numbers[call.stream] = number + 1
         try:
-            self._executions.check(call)
+            self._check(call)
         except SynclineError as error:
             work.finish(error)
             return None
@@ -313,15 +365,66 @@ class Engine:
         active = ActiveCall(
             call=call,
             number=number,
-            peers=self._executions.peers(call),
+            peers=self._peers(call),
             description=self._describer.describe(call),
             work=work,
             started_s=self._clock.time(),
             started_ns=self._trace.now_ns(),
             is_agreed=self._world_size == 1,
         )
-        active.execution = self._executions.open(active)
+        active.execution = self._open(active)
         return active
+
+    def _check(self, call: Call) -> None:
+        """Raise :class:`ConfigurationError` if ``call`` is not for these ranks, or its messages cannot be numbered."""
+        num_slices = num_messages = 1
+        if isinstance(call, CollectiveCall):
+            self._check_ranks(call)
+            num_slices, num_messages = call.num_slices, self._dataflows.facts(call.schedule).num_indices
+        check_tags_fit(label=call.what, stream=call.stream, num_slices=num_slices, num_messages=num_messages)
+
+    def _check_ranks(self, call: CollectiveCall) -> None:
+        if call.schedule.num_ranks != self._world_size:
+            raise ConfigurationError(
+                f"{call.what}: the schedule is for {call.schedule.num_ranks} ranks but the job has "
+                f"{self._world_size}; plan on the job's own topology"
+            )
+
+    def _peers(self, call: Call) -> frozenset[int]:
+        """Return all ranks that this one exchanges messages with in ``call``."""
+        if isinstance(call, CollectiveCall):
+            return self._dataflows.facts(call.schedule).peers
+        assert isinstance(call, DirectCall), f"{call.what} is of no kind that can be run"
+        return call.peers
+
+    def _open(self, active: ActiveCall) -> Execution | None:
+        """Return what moves the bytes of a call, not begun yet; None if there is nothing to move."""
+        call = active.call
+        tag, signature = first_tag(call.stream, active.number, 0), active.description.signature
+        on_over, on_mismatch = partial(self._end, active), partial(self._mismatched, active)
+        if not active.peers:
+            return None
+        if isinstance(call, DirectCall):
+            return DirectExecution(
+                self._fabric, call, tag=tag, signature=signature, on_over=on_over, on_mismatch=on_mismatch
+            )
+        assert isinstance(call, CollectiveCall), f"{call.what} is of no kind that can be run"
+        if not call.num_slices:
+            return None
+        self._num_sliced += 1
+        sliced = SlicedCall(
+            slices=self._dataflows.slices(call.schedule, call.layout),
+            buffer=call.buffer,
+            reduction=call.reduction,
+            urgency=call.urgency,
+            connection_class=call.connection_class,
+            number=self._num_sliced,
+            tag=tag,
+            signature=signature,
+            on_over=on_over,
+            on_mismatch=on_mismatch,
+        )
+        return self._executor.open(sliced)
 
     def _announce(self, active: ActiveCall) -> bool:
         """Tell the next rank of a call, and hear what the one before told; return whether there is more to do."""

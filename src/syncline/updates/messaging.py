@@ -28,10 +28,10 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from syncline.errors import UpdateError, accusing
+from syncline.fabric.slice_executor import first_tag
 from syncline.members import Membership
 from syncline.runtime.port import Port
 from syncline.runtime.relay import LossHandler
-from syncline.runtime.tags import first_tag
 
 T = TypeVar("T")
 Done = Callable[[], None]

@@ -9,8 +9,8 @@ import torch
 
 from memory_ports import WAIT_S, Ports
 from syncline.errors import ConfigurationError
+from syncline.fabric.slice_executor import first_tag
 from syncline.machines.clustering import Inventory
-from syncline.runtime.tags import first_tag
 from syncline.schedule import Collective, Layout, choose
 from syncline.topology import Topology
 from syncline.updates.clustered.driver import mean_of

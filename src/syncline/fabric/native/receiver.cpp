@@ -93,7 +93,7 @@ void Receiver::mismatch(uint64_t tag, Receive& receive, uint32_t signature) {
 
 namespace {
 
-constexpr int STREAM_SHIFT = 48;  // the stream is in the highest bits of a tag: see `tags.py`
+constexpr int STREAM_SHIFT = 48;  // the stream is in the highest bits of a tag: see `slice_executor.py`
 
 }  // namespace
 

@@ -12,22 +12,29 @@ kernel allows to the same user alone, and it is gone with the last process that 
 sealed, so that nobody can shrink it under the others.
 
 All ranks open one segment, or none does: they ask everybody twice, and with the first question goes rank 0's ticket.
+
+Who waits for a word there sleeps by the kernel's futex, called directly. The kernel compares the word with what the
+caller has seen before it lets the caller sleep, and does so under the lock that a waker takes too; so whoever stores
+first and wakes then is never missed. Calls release the interpreter's lock. That is only for Linux on x86-64: elsewhere
+the number of the system call is another, and stores may be seen in another order than they were made, which Python
+offers no fence against.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
+import platform
 import secrets
 import stat
 import struct
+import sys
 from typing import Protocol
 
 import numpy as np
-
-from syncline.runtime.shared_memory import futex
 
 PAYLOAD_BYTES = 2 << 20
 """What one call can put up, where there are few ranks."""
@@ -104,16 +111,16 @@ class Segment:
 
     def wait(self, rank: int, seen: int, timeout_s: float) -> None:
         """Sleep until the progress of ``rank`` is no longer ``seen``, at most ``timeout_s``, or for no reason."""
-        futex.wait(self._addresses[rank], seen, timeout_s)
+        _futex_wait(self._addresses[rank], seen, timeout_s)
 
     def _advance(self, progress: int) -> None:
         self._words[self._progress[self.rank]] = progress
-        futex.wake(self._addresses[self.rank])
+        _futex_wake(self._addresses[self.rank])
 
 
 def can_share(world_size: int) -> bool:
     """Whether a segment for so many ranks is worth while, and this platform has what it needs."""
-    return 1 < world_size <= MAX_RANKS and hasattr(os, "memfd_create") and futex.has_futex()
+    return 1 < world_size <= MAX_RANKS and hasattr(os, "memfd_create") and has_futex()
 
 
 def payload_bytes(world_size: int) -> int:
@@ -203,3 +210,50 @@ def open_together(talk: _Talk, *, is_able: bool) -> Segment | None:
         num_open = bytearray([segment is not None])
         talk.sum_bytes(num_open, label="segment")
         return segment if num_open[0] == talk.world_size else None
+
+
+_FUTEX = 202
+_WAIT, _WAKE = 0, 1
+_EVERYONE = 0x7FFFFFFF
+_LOW_HALF = 0xFFFFFFFF
+
+
+def has_futex() -> bool:
+    """Whether this platform is one that the calls below are written for."""
+    is_known = sys.platform == "linux" and platform.machine() == "x86_64" and ctypes.sizeof(ctypes.c_void_p) == 8
+    return is_known and _futex_wake(ctypes.addressof(ctypes.c_uint64(0))) == 0
+
+
+def _load() -> ctypes._NamedFuncPointer:
+    function = ctypes.CDLL(None).syscall
+    function.restype = ctypes.c_long
+    function.argtypes = (
+        ctypes.c_long,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_uint32,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_uint32,
+    )
+    return function
+
+
+_syscall = _load() if sys.platform == "linux" else None
+
+
+def _futex_wait(address: int, seen: int, timeout_s: float) -> None:
+    """Sleep until the 8-byte word at ``address`` is no longer ``seen`` or someone wakes, at most ``timeout_s``.
+
+    It may return for no reason: look again. Only the lower half is compared.
+    """
+    assert _syscall is not None
+    seconds = int(timeout_s)
+    limit = (ctypes.c_int64 * 2)(seconds, int((timeout_s - seconds) * 1e9))
+    _syscall(_FUTEX, address, _WAIT, seen & _LOW_HALF, ctypes.addressof(limit), None, 0)
+
+
+def _futex_wake(address: int) -> int:
+    """Wake all who wait for the word at ``address``, in any process; return how many; negative if that cannot be."""
+    assert _syscall is not None
+    return int(_syscall(_FUTEX, address, _WAKE, _EVERYONE, None, None, 0))

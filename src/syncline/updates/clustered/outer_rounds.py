@@ -19,11 +19,10 @@ import torch
 
 from syncline.fabric import Transport
 from syncline.fabric.protocol import ReceiveSettings, SendSettings
-from syncline.fabric.slice_executor import SLICE_TAGS, SlicedCall
+from syncline.fabric.slice_executor import NUMBER_MASK, SLICE_TAGS, SlicedCall, first_tag
 from syncline.runtime.dataflow import Dataflows
 from syncline.runtime.port import BULK_CLASS, Port
 from syncline.runtime.python_slice_executor import PythonExecution, PythonSliceExecutor
-from syncline.runtime.tags import NUMBER_MASK, first_tag
 from syncline.schedule import Collective, Layout, Schedule, choose
 from syncline.tensors.memory import bytes_of, reduction_for
 from syncline.topology import Topology

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from syncline.errors import UpdateError
+from syncline.fabric.slice_executor import NUM_SLICES
 from syncline.runtime.port import Port
-from syncline.runtime.tags import NUM_SLICES
 from syncline.tensors.memory import bytes_of
 from syncline.updates.messaging import Mailbox, MessageStream
 from syncline.updates.phased.instructions import Pass
