@@ -86,8 +86,7 @@ def digits(
 
 def gpt(rank: int, world_size: int, seed: int) -> Task:
     """Byte-level GPT of the demo, smaller; each rank reads its own part of the library."""
-    from syncline.demo.corpus import load_corpus
-    from syncline.demo.gpt import GPT, GPTShape
+    from syncline.demo.gpt import GPT, GPTShape, load_corpus
 
     shape = GPTShape(width=128, num_layers=3, num_heads=4)
     corpus = load_corpus()

@@ -18,8 +18,7 @@ from accelerator import Timer
 from sklearn.datasets import load_digits
 from torch import nn
 
-from syncline.demo.corpus import load_corpus
-from syncline.demo.gpt import GPT, GPTShape, nats_per_byte
+from syncline.demo.gpt import GPT, GPTShape, load_corpus, nats_per_byte
 
 JUDGED_EVERY = 4
 """Of the digits, so many times fewer are judged, of all labels alike: judging takes the processor too."""

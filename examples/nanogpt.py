@@ -16,8 +16,7 @@ import time
 import torch
 
 import syncline
-from syncline.demo.corpus import load_corpus
-from syncline.demo.gpt import GPT, GPTShape, nats_per_byte
+from syncline.demo.gpt import GPT, GPTShape, load_corpus, nats_per_byte
 
 NUM_SEQUENCES = 8  # in each part of a batch, over all ranks
 NUM_PARTS = 4  # of a batch: gradients add up, and travel with the last one

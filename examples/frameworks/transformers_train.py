@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import syncline
-from syncline.demo.corpus import load_corpus
+from syncline.demo.gpt import load_corpus
 
 NUM_STEPS = 4
 BATCH_SIZE = 2

@@ -2,9 +2,8 @@
 
 import torch
 
-from syncline.demo.corpus import load_corpus
 from syncline.demo.display import LINE_INTERVAL_S, Lines, Moment, Silence, choose_display
-from syncline.demo.gpt import GPT, GPTShape, nats_per_byte, sample
+from syncline.demo.gpt import GPT, GPTShape, load_corpus, nats_per_byte, sample
 
 SMALL = GPTShape(width=32, num_layers=2, num_heads=2, context_length=16)
 

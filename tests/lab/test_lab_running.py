@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from syncline.lab import records, running
+from syncline.lab import operations, records
 from syncline.lab.operations import run
 from syncline.topology import Topology
 
@@ -70,8 +70,8 @@ def test_hosts_that_stay_after_a_failure_are_ended(monkeypatch):
         sent.append(number)
         records.signal_groups(processes, number)
 
-    monkeypatch.setattr(running, "GRACE_S", 0.2)
-    monkeypatch.setattr(running, "signal_groups", signal_groups)
+    monkeypatch.setattr(operations, "GRACE_S", 0.2)
+    monkeypatch.setattr(operations, "signal_groups", signal_groups)
     code = "import os, signal\nif os.environ['SYNCLINE_HOST'] == 'h1':\n    raise SystemExit(9)\nsignal.pause()"
     status, _, _, reports = run_here(code)
     assert (status, reports) == (9, ["h1 ended with status 9; the other hosts have 0.2 s to end"])

@@ -127,7 +127,7 @@ FABRIC_MUTANTS = (
         breaks="when a rank dies, those who are left lose another on the word of one that they have lost long before",
         changes=(
             Change(
-                file="members/belief.py",
+                file="members/membership.py",
                 before="if known.isdisjoint(told)}\n",
                 after="}\n",
             ),
@@ -142,7 +142,7 @@ FABRIC_MUTANTS = (
         breaks="of two ranks that lose each other, all others lose both",
         changes=(
             Change(
-                file="members/belief.py",
+                file="members/membership.py",
                 before="    return accuser <= lost and all(",
                 after="    return all(",
             ),

@@ -6,12 +6,13 @@ import threading
 
 import pytest
 
-from syncline.observe import long_work, tell_if_long
+from syncline import observe
+from syncline.observe import tell_if_long
 
 
 def test_what_takes_long_is_told_again_and_again_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_work, "FIRST_S", 0.01)
-    monkeypatch.setattr(long_work, "EVERY_S", 0.01)
+    monkeypatch.setattr(observe, "FIRST_S", 0.01)
+    monkeypatch.setattr(observe, "EVERY_S", 0.01)
     told = threading.Semaphore(0)
 
     class Lines:
@@ -23,7 +24,7 @@ def test_what_takes_long_is_told_again_and_again_until_it_ends(monkeypatch: pyte
 
         def flush(self) -> None: ...
 
-    monkeypatch.setattr(long_work.sys, "stderr", Lines())
+    monkeypatch.setattr(observe.sys, "stderr", Lines())
     before = threading.active_count()
     with tell_if_long("planning for 9 ranks"):
         assert all(told.acquire(timeout=60) for _ in range(3))

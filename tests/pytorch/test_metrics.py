@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import syncline
-from syncline.cli.asking import ask, dump, top
+from syncline.cli.explain import ask, dump, top
 from syncline.cli.launcher.scratch import reserved_port
 from syncline.errors import ConfigurationError
 from syncline.observe import NullTrace

@@ -13,7 +13,7 @@ import pytest
 
 from syncline.cli import explain as command
 from syncline.errors import ConfigurationError
-from syncline.report.examination import read_examination
+from syncline.report.job_trace import read_examination
 
 
 def answer(rank: int, place: int, *, is_over: bool, seconds: float = 40.0) -> str:

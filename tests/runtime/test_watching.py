@@ -14,8 +14,8 @@ import pytest
 from rank_scripts import run_python
 from syncline.errors import ConfigurationError
 from syncline.fabric.progress import BACKWARD, ELSEWHERE, FORWARD, Progress
-from syncline.report.examination import read_examination
 from syncline.report.explanation import explain
+from syncline.report.job_trace import read_examination
 from syncline.runtime import communicators_in_memory, control
 from syncline.runtime.control import ControlError, ControlKind
 from syncline.runtime.whereabouts import Looks, ThreadWatch, process_state, training_place

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from topology_trees import topologies
 
 from syncline.errors import TopologyError
+from syncline.members.job_record import with_places
 from syncline.topology import Host, Link, Rank, Topology
-from syncline.topology.growing import with_places
 
 NET = """
 topology: my-network

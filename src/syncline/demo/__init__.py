@@ -1,6 +1,6 @@
 """The main job: a small byte-level GPT that learns Python from the standard library's own source.
 
-``gpt`` is the model, ``corpus`` the text, ``train_gpt`` the training loop (plain PyTorch and two lines of Syncline),
+``gpt`` is the model and the text, ``train_gpt`` the training loop (plain PyTorch and two lines of Syncline),
 and ``display`` what is shown while it runs. ``syncline demo`` starts it; ``examples/train_gpt.py`` is a link to it.
 """
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 import syncline
 from syncline.demo import CHECKPOINT, DEFAULT_STEPS, NUM_SEQUENCES, Update
-from syncline.demo.corpus import Corpus, load_corpus
 from syncline.demo.display import (
     Closing,
     Display,
@@ -31,7 +30,7 @@ from syncline.demo.display import (
     parameter_digests,
     show_closing,
 )
-from syncline.demo.gpt import GPT, GPTShape, nats_per_byte
+from syncline.demo.gpt import GPT, Corpus, GPTShape, load_corpus, nats_per_byte
 from syncline.errors import ConfigurationError
 from syncline.updates import UpdateRule
 

@@ -9,9 +9,17 @@ some come, all switch to a larger job (:mod:`~syncline.members.job_record`), whi
 connects.
 """
 
-from syncline.members.belief import News, is_believed
 from syncline.members.epoch import Elastic, Epoch, MembershipChange
-from syncline.members.membership import LOSSES, Membership, Quorum, QuorumLostError, describe_ranks, successor
+from syncline.members.membership import (
+    LOSSES,
+    Membership,
+    News,
+    Quorum,
+    QuorumLostError,
+    describe_ranks,
+    is_believed,
+    successor,
+)
 
 __all__ = [
     "LOSSES",

@@ -20,9 +20,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from syncline.errors import SynclineError, UpdateError, accusing
-from syncline.members.belief import is_believed
 from syncline.members.epoch import Epoch
-from syncline.members.membership import Membership, Quorum, QuorumLostError, describe_ranks
+from syncline.members.membership import Membership, Quorum, QuorumLostError, describe_ranks, is_believed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,46 @@
-"""What happened: trace events. This room knows no other but the errors."""
+"""What happened: trace events, and lines about what takes long. This room knows no other but the errors."""
 
-from syncline.observe.long_work import tell_if_long
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from syncline.observe.trace import NullTrace, Trace, align_events, gather_events, merge_traces
 
 __all__ = ["Trace", "NullTrace", "align_events", "gather_events", "merge_traces", "tell_if_long"]
+
+FIRST_S, EVERY_S = 2.0, 10.0
+
+
+@contextmanager
+def tell_if_long(what: str, *, is_told: bool = True) -> Iterator[None]:
+    """Say what is under way when it has taken two seconds, and every ten from then on; nothing unless ``is_told``.
+
+    So nobody takes it for a hang. A thread says it, on standard error, which has ended when this is left.
+
+    >>> with tell_if_long("reading the topology"):
+    ...     pass
+    """
+    if not is_told:
+        yield
+        return
+    is_over, start_s = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        pause_s = FIRST_S
+        while not is_over.wait(pause_s):
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                print(f"syncline: {what} ({time.monotonic() - start_s:.0f} s)", file=sys.stderr, flush=True)
+            pause_s = EVERY_S
+
+    thread = threading.Thread(target=tell, name="syncline-long-work", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

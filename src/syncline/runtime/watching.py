@@ -127,7 +127,7 @@ class Watching:
         self.count()
 
     async def examine(self, seconds: float) -> dict[str, Any]:
-        """Ask all ranks what they do; returns their answers, as :mod:`syncline.report.examination` reads them.
+        """Ask all ranks what they do; returns their answers, as :mod:`syncline.report.job_trace` reads them.
 
         Raises :class:`ConfigurationError` while another one asks, and but on rank 0.
         """

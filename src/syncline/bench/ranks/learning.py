@@ -25,7 +25,7 @@ from torch.nn import functional as F  # noqa: N812 - as PyTorch's users have it
 
 import syncline
 from syncline.bench.convergence import Learning, Method
-from syncline.demo import corpus, gpt
+from syncline.demo import gpt
 from syncline.errors import ConfigurationError
 from syncline.pytorch.fleet import Fleet
 from syncline.testing import run_ranks
@@ -53,7 +53,7 @@ def _drawn(seed: int, step: int, rank: int, num_choices: int, count: int) -> Ten
     return torch.randint(num_choices, (count,), generator=generator)
 
 
-_corpus = functools.cache(corpus.load_corpus)
+_corpus = functools.cache(gpt.load_corpus)
 
 
 def gpt_task(rank: int, num_ranks: int, seed: int, *, width: int = 96, num_layers: int = 3) -> LearningTask:

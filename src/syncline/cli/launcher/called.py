@@ -14,7 +14,7 @@ import cloudpickle
 
 from syncline.cli.launcher.function import CALL, REPORT, boot_command, result_file
 from syncline.cli.launcher.launch import Request, launch
-from syncline.cli.launcher.process import PR_SET_PDEATHSIG
+from syncline.cli.launcher.session import PR_SET_PDEATHSIG
 from syncline.cli.launcher.supervisor import Limits
 from syncline.cli.launcher.terminal import Terminal
 from syncline.errors import SynclineError
