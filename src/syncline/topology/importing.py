@@ -14,6 +14,8 @@ from types import MappingProxyType
 
 from syncline.errors import TopologyError
 from syncline.topology.cluster_formats import (
+    HostPlace,
+    Switches,
     read_hostfile,
     read_kubernetes_nodes,
     read_slurm,
@@ -21,7 +23,6 @@ from syncline.topology.cluster_formats import (
     read_topograph,
 )
 from syncline.topology.infragraph import read_infragraph
-from syncline.topology.places import HostPlace, Switches
 from syncline.topology.tree import Host, Link, Rank, Switch, TopologyParts, check_name, check_num_ranks
 
 Reader = Callable[[str, str], Switches]

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from syncline.errors import TopologyError
-from syncline.topology.marked import MarkedData, read_marked
-from syncline.topology.places import HostPlace, Switches, SwitchPlace, value_at
+from syncline.topology.cluster_formats import HostPlace, Switches, SwitchPlace
+from syncline.topology.marked import MarkedData, read_marked, value_at
 
 Location = tuple[str | int, ...]
 Edges = dict[frozenset[str], float]

@@ -6,14 +6,16 @@ given twice are refused here, before anything else looks at the data. What alias
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import yaml
 
 from syncline.errors import TopologyError
 
+T = TypeVar("T")
 _MAX_CHARACTERS = 1 << 22
 _MAX_DEPTH = 100
 _MAX_VALUES = 250_000
@@ -47,6 +49,25 @@ class MarkedData:
     def error(self, location: Sequence[object], message: str) -> TopologyError:
         """Build the error that says ``message`` about the value at ``location``."""
         return TopologyError(f"{self.label} line {self.line_of(location)}: {message}")
+
+
+def value_at(marked: MarkedData, location: Sequence[str | int], kind: type[T], default: Any = ...) -> T:
+    """Return the value at a place of a document, or ``default`` where it is not there; errors name line and key."""
+    value: Any = marked.data
+    for depth, step in enumerate(location):
+        is_there = step in value if isinstance(value, dict) else isinstance(value, list) and step in range(len(value))
+        if not is_there:
+            if default is not ...:
+                return default  # type: ignore[no-any-return]
+            raise marked.error(location[:depth], f"key {step!r} is missing; is the file of this format?")
+        value = value[step]
+    if not isinstance(value, kind):
+        what = repr(location[-1]) if location else "the text of the file"
+        raise marked.error(location, f"{what} is not a {_NAMES.get(kind, kind.__name__)}; is it of this format?")
+    return value
+
+
+_NAMES: Mapping[type[Any], str] = MappingProxyType({str: "text", dict: "mapping", list: "list", int: "number"})
 
 
 def read_marked(text: str, *, label: str) -> MarkedData:
