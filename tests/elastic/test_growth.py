@@ -225,7 +225,7 @@ def test_strangers_are_refused_with_the_reason(change: dict[str, object], told: 
     with members(1) as job:
         with newcomer(job.addresses[0], replace(OPTIONS, **change)) as entry:
             refuses(entry, told)
-        until(lambda: job.growths[0]._server.num_refused == 1)
+        until(lambda: job.growths[0]._server._acceptor.num_refused == 1)
 
 
 def test_a_job_that_does_not_grow_says_why() -> None:

@@ -7,7 +7,7 @@ from frames_by_hand import HEADER_BYTES, check_frame, decode_header, encode_head
 
 from meeting_stores import DictStore
 from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
-from syncline.fabric.dialling import dial, read_exactly
+from syncline.fabric.dialling import connect_to, dial, read_exactly
 from syncline.fabric.frames import FrameType
 from syncline.fabric.handshake import Terms, derive_key, derive_offer_key
 from syncline.fabric.rendezvous import Member
@@ -38,16 +38,16 @@ class HostilePeer:
             authenticates_frames=bool(self.options.authenticate_frames),
         )
         self.offers = MemoryOffers(rank=1, key=derive_offer_key(terms.key, epoch=generation.epoch))
-        target = generation.members[0]
+        address = (generation.members[0].address, generation.members[0].port)
         for connection_class in range(-1, self.options.num_classes):
             self.sockets[connection_class], keys, *_ = await dial(
                 terms,
                 self.options,
-                own_address="127.0.0.1",
                 peer=0,
                 peer_name="rank 0",
-                address=(target.address, target.port),
+                address=address,
                 connection_class=connection_class,
+                open_socket=lambda _: connect_to(address, "127.0.0.1", self.options),
             )
             self.keys[connection_class] = keys
             self.checks[connection_class] = make_checks(keys)

@@ -12,7 +12,7 @@ from fabric_scenarios import Mail, Recorder, connect_all, gather, random_traffic
 from breaking_proxy import BREAKS, BreakingProxy
 from meeting_stores import DictStore, ProxyStore
 from syncline.errors import PeerLostError
-from syncline.fabric import FabricOptions, Rendezvous, connect_tcp, reopening
+from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
 from syncline.fabric.protocol import PeerLeftError
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -242,19 +242,15 @@ def test_a_network_that_is_cut_while_a_connection_is_opened_again_costs_no_rank(
 
     async def scenario(fabrics, recorders, mail):
         loop = asyncio.get_running_loop()
-        connect, dial_again, dialled, vanished = loop.sock_connect, reopening.dial_again, set(), []
-
-        def note(*args, address, **named):
-            dialled.add(address)
-            return dial_again(*args, address=address, **named)
+        connect, vanished = loop.sock_connect, []
+        dialled = fabrics[1]._mesh.reach.address_of(0)
 
         async def vanish(sock, address):
-            if address in dialled and len(vanished) < num_vanished:
+            if address == dialled and len(vanished) < num_vanished:
                 vanished.append(address)
                 await asyncio.Event().wait()
             await connect(sock, address)
 
-        monkeypatch.setattr(reopening, "dial_again", note)
         monkeypatch.setattr(loop, "sock_connect", vanish)
         cut(fabrics[1], 0, 1)
         await unless_lost(Traffic(mail, 1).run(20), recorders)

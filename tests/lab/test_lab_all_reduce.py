@@ -7,7 +7,7 @@ import pytest
 
 from rank_scripts import forked_python, script_environment
 from syncline.lab import Lab
-from syncline.runtime.plans import plan_best
+from syncline.runtime.plans import Plans
 from syncline.schedule import Collective
 from syncline.topology import DirectedLink, Topology
 
@@ -56,7 +56,7 @@ GATEWAYS = Topology.parse(
 
 
 def test_behind_gateways_each_range_is_planned_once_for_each_host():
-    schedule = plan_best(GATEWAYS, Collective.ALL_REDUCE, NUM_BYTES, "balanced", 0)
+    schedule = Plans(GATEWAYS, slice_bytes=None).schedule(Collective.ALL_REDUCE, NUM_BYTES)
     planned = schedule.link_bytes(GATEWAYS, NUM_BYTES)
     assert {round(planned[DirectedLink(host, "up")] / NUM_BYTES, 3) for host in "abc"} == {1.333}  # 2 (R - 1)/R
 
@@ -67,7 +67,7 @@ def test_behind_gateways_each_range_is_planned_once_for_each_host():
     ids=["two-racks-5-3", "deep-asymmetric", "gateways"],
 )
 def test_an_all_reduce_puts_on_each_link_what_its_plan_says(topology, tmp_path):
-    schedule = plan_best(topology, Collective.ALL_REDUCE, NUM_BYTES, "balanced", 0)
+    schedule = Plans(topology, slice_bytes=None).schedule(Collective.ALL_REDUCE, NUM_BYTES)
     with Lab(topology) as lab:
         before = lab.link_bytes()
         assert all_reduce(lab, tmp_path) == ["right"] * topology.num_ranks

@@ -2,15 +2,15 @@
 
 import pytest
 
-from syncline.runtime.plans import Plans, plan_best
-from syncline.schedule import UNOWNED, Collective, lower_bound, predict
+from syncline.runtime.plans import Plans
+from syncline.schedule import UNOWNED, Collective, choose, lower_bound, predict
 from syncline.schedule.cost import predicted_slice_bytes
 from syncline.schedule.planners import draft_all
 from syncline.topology import Topology
 
 
 def best(topology, collective, num_bytes):
-    return plan_best(topology, collective, num_bytes, "balanced", 0)
+    return choose(topology, collective, num_bytes, slice_bytes=predicted_slice_bytes(topology))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 6])
@@ -38,15 +38,14 @@ def test_short_sums_take_few_messages():
 def test_layouts_and_schedules_are_made_once():
     made = []
 
-    def planner(*arguments):
-        made.append(arguments)
-        return plan_best(*arguments)
+    def planner(topology, collective, num_bytes, *_):
+        made.append(num_bytes)
+        return choose(topology, collective, num_bytes)
 
     plans = Plans(Topology.flat(2, rate=1e9), planner, slice_bytes=100, max_layouts=2)
     schedule = plans.schedule(Collective.ALL_REDUCE, 1000)
     assert plans.schedule(Collective.ALL_REDUCE, 600) is schedule
-    assert len(made) == 1
-    assert made[0][2] == 1024
+    assert made == [1024]
     first = plans.layout(schedule, 10, 4)
     assert plans.layout(schedule, 10, 4) is first
     assert len(plans.layout(schedule, 50, 4).slices) == 2

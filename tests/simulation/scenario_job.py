@@ -275,7 +275,7 @@ class JobScenario:
                 raise SimulationError(f"rank {rank.rank} is not done: {statistics}, {rank.engine!r}")
             if rank.engine.num_active_slices or rank.engine._executor.inflight_bytes:
                 raise SimulationError(f"rank {rank.rank} has slices under way: {rank.engine!r}")
-            if rank.fabric._mesh.acceptor.num_unauthenticated:
+            if rank.fabric._mesh.acceptor._handshakes:
                 raise SimulationError(f"rank {rank.rank} still waits for a stranger")
             self._check_grants(rank.rank, transports)
 

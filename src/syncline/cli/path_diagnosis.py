@@ -84,14 +84,13 @@ def probe_path(
     *,
     key: bytes = b"",
     wait_s: float = WAIT_S,
-    open_socket: Callable[[int], socket.socket] | None = None,
 ) -> tuple[PathMark, ...]:
     """Send each mark to the responder at ``host`` and return what became of it; at most ``TRIES * wait_s`` for each."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     except OSError as error:
         raise ConfigurationError(f"'{host}' cannot be resolved ({error}); give a host name or an address") from error
-    with (open_socket or open_mark_socket)(family) as sock:
+    with open_mark_socket(family) as sock:
         try:
             sock.connect(address)
         except OSError as error:

@@ -69,11 +69,6 @@ class Acceptor:
         """What the last of those that speak as we do was told; strangers do not count."""
         self._loop.add_reader(sock.fileno(), self._accept)
 
-    @property
-    def num_unauthenticated(self) -> int:
-        """Number of sockets in a handshake."""
-        return len(self._handshakes)
-
     def use_terms(self, terms: Terms) -> None:
         """Greet by these terms from now on."""
         self._terms = terms

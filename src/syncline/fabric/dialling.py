@@ -165,7 +165,7 @@ async def ask(
 ) -> bool:
     """Return the answer of whoever listens at ``address``; OSError, EOFError if nobody answers.
 
-    As in :func:`dial_again`, a live machine lets connect within ``connect_s``.
+    As in :func:`dial_once`, a live machine lets connect within ``connect_s``.
     """
     loop = asyncio.get_running_loop()
     with await connect_to(address, own_address, options, connect_s=connect_s) as sock:
@@ -184,17 +184,16 @@ async def dial(
     terms: Terms,
     options: FabricOptions,
     *,
-    own_address: str,
     peer: int,
     peer_name: str,
     address: tuple[str, int],
     connection_class: int,
-    open_socket: Open | None = None,
+    open_socket: Open,
 ) -> Dialled:
     """Connect to ``peer`` and shake hands; try again until cancelled, unless the peer says why it refuses.
 
-    The keys are those of the connection's frames, if they are authenticated. ``open_socket`` (default: dial
-    ``address``) connects.
+    The keys are those of the connection's frames, if they are authenticated. ``open_socket`` connects, and errors name
+    the ``address``.
 
     It listens before it meets the others: if nobody listens there for as long as a handshake may take, it is gone.
     A peer that is only busy, as one of many that start on a few cores, answers in its turn: a try has twice the time of
@@ -211,7 +210,7 @@ async def dial(
         try_s *= 2
         try:
             async with asyncio.timeout(try_s):
-                sock, _ = await dial_once(options, own_address, dialer, address, open_socket=open_socket)
+                sock, _ = await dial_once(dialer, open_socket)
             first = unsure if unsure is not None and goes_on else dialer
             return Dialled(sock, first.frame_keys, first.connection_id, resumption.number if resumption else 0)
         except RefusedError as refused:
@@ -236,42 +235,14 @@ async def dial(
     raise AssertionError("it tries until it is cancelled")
 
 
-async def dial_again(
-    terms: Terms,
-    options: FabricOptions,
-    *,
-    own_address: str,
-    peer: int,
-    address: tuple[str, int],
-    connection_class: int,
-    resumption: Resumption,
-    connect_s: float,
-    open_socket: Open | None = None,
-) -> tuple[socket.socket, int]:
-    """Open a connection again that broke; return how much of it has arrived at the peer. It is tried once.
+async def dial_once(dialer: Dialer, open_socket: Open, *, connect_s: float | None = None) -> tuple[socket.socket, int]:
+    """Connect and shake hands, once; return how much has arrived at the peer of what was sent on this connection.
 
-    A live machine answers within ``connect_s``, also for a process that is busy. Raises RefusedError, OSError or
+    A live machine lets connect within ``connect_s``, also for a process that is busy. Raises RefusedError, OSError or
     EOFError.
     """
-    dialer = Dialer(terms, peer=peer, connection_class=connection_class, resumption=resumption)
-    return await dial_once(options, own_address, dialer, address, connect_s=connect_s, open_socket=open_socket)
-
-
-async def dial_once(
-    options: FabricOptions,
-    own_address: str,
-    dialer: Dialer,
-    address: tuple[str, int],
-    *,
-    connect_s: float | None = None,
-    open_socket: Open | None = None,
-) -> tuple[socket.socket, int]:
-    """Connect and shake hands, once; return how much has arrived at the peer of what was sent on this connection."""
     loop = asyncio.get_running_loop()
-    if open_socket is None:
-        sock = await connect_to(address, own_address, options, connect_s=connect_s)
-    else:
-        sock = await open_socket(connect_s)
+    sock = await open_socket(connect_s)
     try:
         await loop.sock_sendall(sock, dialer.hello())
         try:

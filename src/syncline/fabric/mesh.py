@@ -169,7 +169,6 @@ class _Mesh:
         self._options = options
         self._topology = topology
         self._members = generation.members
-        self._own_address = listening.getsockname()[0]
         self._places = asyncio.Semaphore(MAX_UNAUTHENTICATED // 2)
         self._terms = _terms_of(fabric, generation, options)
         self._opening = asyncio.Lock()
@@ -179,7 +178,7 @@ class _Mesh:
         self.reach = Reach(
             self._terms,
             options,
-            own_address=self._own_address,
+            own_address=listening.getsockname()[0],
             members=self._members,
             is_gone=fabric.is_lost,
             on_call=lambda peer, connection_class: self._reopener.called(fabric.peer(peer), connection_class),
@@ -335,7 +334,6 @@ class _Mesh:
             sock, keys, connection_id, number = await dial(
                 self._terms,
                 self._options,
-                own_address=self._own_address,
                 peer=member.rank,
                 peer_name=self._fabric.describe_peer(member.rank),
                 address=(member.address, member.port),

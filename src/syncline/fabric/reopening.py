@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from syncline.fabric.dialling import ask, dial_again, make_question
+from syncline.fabric.dialling import ask, dial_once, make_question
 from syncline.fabric.frames import DamagedFrameError, FrameError
-from syncline.fabric.handshake import FrameKeys, Refusal, RefusedError, Resumption, Terms
+from syncline.fabric.handshake import Dialer, FrameKeys, Refusal, RefusedError, Resumption, Terms
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
 from syncline.fabric.reach import Reach
@@ -210,17 +210,12 @@ class Reopener:
             position = peer.transport.received_position(connection_class)
             try:
                 async with asyncio.timeout(self._limit_s / 2):
-                    sock, theirs = await dial_again(
-                        self._terms,
-                        self._options,
-                        own_address=self._reach.own_address,
-                        peer=peer.rank,
-                        address=self._reach.address_of(peer.rank),
-                        connection_class=connection_class,
-                        resumption=Resumption(line.number, line.connection_id, position),
-                        connect_s=self._connect_s(attempt),
-                        open_socket=partial(self._reach.open, peer.rank, connection_class),
+                    resumption = Resumption(line.number, line.connection_id, position)
+                    dialer = Dialer(
+                        self._terms, peer=peer.rank, connection_class=connection_class, resumption=resumption
                     )
+                    open_socket = partial(self._reach.open, peer.rank, connection_class)
+                    sock, theirs = await dial_once(dialer, open_socket, connect_s=self._connect_s(attempt))
             except ConnectionRefusedError:
                 if self._reach.is_dialled(peer.rank):
                     raise _GoneError from None

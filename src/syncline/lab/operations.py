@@ -67,12 +67,10 @@ def run(
         return run_on_hosts(lab, argv, env=env, report=report, **streams)
 
 
-def execute(host: str, argv: Sequence[str], *, lab_id: str | None = None, env: Mapping[str, str] | None = None) -> int:
+def execute(host: str, argv: Sequence[str], *, lab_id: str | None = None) -> int:
     """Run one command on one host of a lab, with this terminal, and return its status."""
     check_machine()
-    process: subprocess.Popen[bytes] = Lab.attach(find_record(lab_id)).spawn(
-        host, argv, env=env, start_new_session=False
-    )
+    process: subprocess.Popen[bytes] = Lab.attach(find_record(lab_id)).spawn(host, argv, start_new_session=False)
     while True:
         try:
             status = process.wait()

@@ -83,7 +83,7 @@ class LabPlan:
                 return host
         raise LabError(f"lab {self.lab_id} has no host {name!r}; its hosts are {', '.join(h.name for h in self.hosts)}")
 
-    def environment(self, host: LabHost, *, topology_file: str, master_port: int = 29500) -> dict[str, str]:
+    def environment(self, host: LabHost, *, topology_file: str) -> dict[str, str]:
         """Return the variables that tell a command on ``host`` where it is and where rank 0 is."""
         master = self.host(self.topology.host_of(0).name)
         return {
@@ -93,7 +93,7 @@ class LabPlan:
             "SYNCLINE_INTERFACE": host.interface,
             "GLOO_SOCKET_IFNAME": host.interface,
             "MASTER_ADDR": master.address,
-            "MASTER_PORT": str(master_port),
+            "MASTER_PORT": "29500",
         }
 
     def notes(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Literal
 
-from syncline.schedule import PLANNERS, Collective, Draft, Layout, Schedule, choose, lower_bound, verify
+from syncline.schedule import PLANNERS, Collective, Draft, Layout, Schedule, lower_bound, verify
 from syncline.schedule.cost import LEAST_BYTES_PER_RANK, predicted_slice_bytes
 from syncline.schedule.planners import best_of, draft_all
 from syncline.topology import Topology
@@ -20,12 +20,6 @@ from syncline.topology import Topology
 Target = Literal["balanced", "rank_order"]
 Planner = Callable[[Topology, Collective, int, Target, int], Schedule]
 """Topology, collective, bytes, target, root."""
-
-
-def plan_best(topology: Topology, collective: Collective, num_bytes: int, target: Target, root: int) -> Schedule:
-    """Return the schedule with the least predicted time."""
-    slice_bytes = predicted_slice_bytes(topology)
-    return choose(topology, collective, num_bytes, target=target, root=root, slice_bytes=slice_bytes)
 
 
 MOST_INFLIGHT_BYTES = 8 << 20
@@ -56,7 +50,7 @@ class Plans:
     Slices are of about ``slice_bytes``, the size that a network wants; None takes it from the topology: what its
     links reduce in SLICE_S, and no less than LEAST_BYTES_PER_RANK for each rank. Where no link has a rate
     (ranks of one machine) messages cost time and bytes hardly do, so slices are as large as a few of them per buffer
-    allow. Without a ``planner`` it is the fastest of all (:func:`plan_best`).
+    allow. Without a ``planner`` each schedule is the one with the least predicted time of all.
     """
 
     def __init__(

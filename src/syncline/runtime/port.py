@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from syncline.errors import FabricError
-from syncline.fabric import Fabric, PeerStalls, StallHandler
+from syncline.fabric import Fabric, PeerStalls
 from syncline.priorities.settings import MAX_CLASSES
 from syncline.runtime.loop import CommunicationLoop
 from syncline.runtime.relay import ControlHandler, LossHandler, Relay, Told
@@ -52,7 +52,6 @@ class Port:
         self._to_self: dict[int, _Sent] = {}
         self._awaited: set[tuple[int, int]] = set()
         self._on_lost: LossHandler | None = None
-        self._on_stall: StallHandler | None = None
         self._told: Told | None = None
         self._is_closed = False
 
@@ -88,11 +87,6 @@ class Port:
     def stalls(self) -> PeerStalls:
         """Which ranks live, but do not train, as far as is known here."""
         return self._fabric.stalls
-
-    def watch_stalls(self, on_stall: StallHandler) -> None:
-        """Tell ``on_stall`` on the loop's thread of every rank that stalls or moves again, until this is closed."""
-        self._on_stall = on_stall
-        self._fabric.stalls.watch(on_stall)
 
     def stand_back(self) -> None:
         """Let messages wait for a core while threads compute, also those of others on this loop: no step waits."""
@@ -222,8 +216,6 @@ class Port:
         self._loop.forget_crash(self._crashed)
         if self._on_lost in self._relay.handlers:
             self._relay.handlers.remove(self._on_lost)
-        if self._on_stall is not None:
-            self._fabric.stalls.unwatch(self._on_stall)
         if self._told is not None:
             self._relay.remove_group(self._told)
         for peer, tag in self._awaited:

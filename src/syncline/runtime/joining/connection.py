@@ -22,7 +22,7 @@ from typing import Any
 from syncline.endpoints import format_endpoint
 from syncline.errors import HandshakeError
 from syncline.fabric import FabricOptions
-from syncline.fabric.dialling import FIRST_PAUSE_S, LONGEST_PAUSE_S, dial_once, read_exactly
+from syncline.fabric.dialling import FIRST_PAUSE_S, LONGEST_PAUSE_S, connect_to, dial_once, read_exactly
 from syncline.fabric.handshake import REASONS, Dialer, FrameKeys, Refusal, RefusedError, Terms, derive_key
 from syncline.fabric.sockets import prepare_connected
 from syncline.members.job_record import Address
@@ -149,7 +149,9 @@ async def _dial(address: Address, options: FabricOptions, own_address: str) -> J
     dialer = Dialer(join_terms(options, is_member=False), peer=_MEMBER, connection_class=0)
     try:
         async with asyncio.timeout(options.handshake_s):
-            sock, _ = await dial_once(options, own_address, dialer, address)
+            sock, _ = await dial_once(
+                dialer, lambda limit_s: connect_to(address, own_address, options, connect_s=limit_s)
+            )
     except RefusedError as refused:
         raise HandshakeError(
             f"The member at {format_endpoint(*address)} refuses this process: {_reason(refused.refusal)}"

@@ -74,11 +74,6 @@ class JoinServer:
             on_connection=self._on_connection,
         )
 
-    @property
-    def num_refused(self) -> int:
-        """How many connections were refused: strangers, other secrets, other jobs."""
-        return self._acceptor.num_refused
-
     def open(self, job: JobRecord, rank: int, *, lines: Sequence[str] = (), why_not: str = "") -> None:
         """Begin an epoch; newcomers of an attempt of the one before wait for the next.
 
