@@ -25,7 +25,7 @@ from syncline.schedule.planners import draft_all
 from syncline.schedule.portions import best_fractions
 from syncline.schedule.transfers import Transfers
 from syncline.topology import Host, Link, Node, Rank, Switch, Topology
-from syncline.topology.shipped import shipped_names
+from syncline.topology.document import shipped_names
 
 SIZES = (1 << 20, 16 << 20, 256 << 20)
 NUM_TREES, NUM_RANKS, SLOWEST = 40, 24, 5e6

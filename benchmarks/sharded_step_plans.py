@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from syncline.schedule import CostModel, plan_sharded_step, predict_sharded_step, sharded_step_bound
 from syncline.schedule.step_candidates import BALANCED
 from syncline.topology import Topology
-from syncline.topology.shipped import shipped_names
+from syncline.topology.document import shipped_names
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "schedule"))
 from schedule_trees import trees

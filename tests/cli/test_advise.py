@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from syncline.cli.advice import RING, Advice, advise, show
-from syncline.cli.comparison import compare_planners
+from syncline.cli.plan import compare_planners
 from syncline.cli.step_plan import plan_replicas, plan_step
 from syncline.errors import ConfigurationError, SynclineError
 from syncline.schedule import Collective, CostModel

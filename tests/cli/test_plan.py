@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from syncline.cli.comparison import compare_planners
-from syncline.cli.plan import MAX_ROWS, link_bytes_table, planner_table
+from syncline.cli.plan import MAX_ROWS, compare_planners, link_bytes_table, planner_table
 from syncline.errors import ConfigurationError
 from syncline.schedule import Collective, choose
 from syncline.topology import DirectedLink, Topology

@@ -30,7 +30,7 @@ from syncline.schedule.replicas import find_parties, find_replicas, levels_of, s
 from syncline.schedule.replicated_step import choose_replicas, draft_replicas
 from syncline.schedule.step_candidates import draft_sharded_steps
 from syncline.topology import DirectedLink, Topology
-from syncline.topology.shipped import shipped_names
+from syncline.topology.document import shipped_names
 
 RACKS = Topology.load("two-racks-5-3")
 DEEP = Topology.load("deep-asymmetric")

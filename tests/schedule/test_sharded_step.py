@@ -26,7 +26,7 @@ from syncline.schedule import (
 )
 from syncline.schedule.sharded_step import pack_step, unpack_step
 from syncline.topology import Topology
-from syncline.topology.shipped import shipped_names
+from syncline.topology.document import shipped_names
 
 SIZE = 64 << 20
 WIRE = CostModel.of_links_alone()

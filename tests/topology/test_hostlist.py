@@ -3,7 +3,7 @@
 import pytest
 
 from syncline.errors import TopologyError
-from syncline.topology.hostlist import expand_hostlist
+from syncline.topology.host_matching import expand_hostlist
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from syncline.errors import TopologyError
 from syncline.topology import Topology
-from syncline.topology.shipped import shipped_names
+from syncline.topology.document import shipped_names
 
 
 def test_all_names():

@@ -13,7 +13,7 @@ import torch
 from syncline.errors import ConfigurationError
 from syncline.schedule import Collective
 from syncline.topology import Topology
-from syncline.topology.shipped import shipped_names
+from syncline.topology.document import shipped_names
 from syncline.updates.bucket import BucketPlan, ParameterEntry, plan_buckets
 from syncline.updates.bucket_schedule import BucketSchedule, BucketScheduleOptions, plan_bucket_schedules
 from syncline.updates.ownership import assign_parameters, matrix_cost

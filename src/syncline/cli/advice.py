@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from syncline.cli.commands import new_app
-from syncline.cli.comparison import compare_planners
+from syncline.cli.plan import compare_planners
 from syncline.cli.step_plan import plan_replicas
 from syncline.errors import ConfigurationError
 from syncline.priorities.forward_timing import (

@@ -27,7 +27,7 @@ from syncline.bench.convergence import (
     load_trainings,
 )
 from syncline.cli.advice import Advice, RuleStep
-from syncline.cli.comparison import PlannerResult, compare_planners
+from syncline.cli.plan import PlannerResult, compare_planners
 from syncline.priorities.forward_timing import BACKWARD_PER_FORWARD
 from syncline.schedule import Collective, CostModel
 from syncline.topology import DirectedLink, Node, Topology

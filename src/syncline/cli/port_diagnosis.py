@@ -28,7 +28,7 @@ from rich.markup import escape
 from syncline.endpoints import PROBE_PORT, format_endpoint, parse_ports
 from syncline.errors import ConfigurationError
 from syncline.report.terminal import new_table
-from syncline.topology.hostlist import expand_hostlist
+from syncline.topology.host_matching import expand_hostlist
 from syncline.variables import process_variables
 
 MAX_BYTES = 1 << 20

@@ -21,7 +21,7 @@ import psutil
 
 from syncline.endpoints import without_brackets
 from syncline.errors import ConfigurationError, TopologyError
-from syncline.topology.hostlist import expand_hostlist
+from syncline.topology.host_matching import expand_hostlist
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_MASTER_PORT = 29500

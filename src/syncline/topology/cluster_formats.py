@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import chain, count
 
 from syncline.errors import TopologyError
-from syncline.topology.hostlist import expand_hostlist
+from syncline.topology.host_matching import expand_hostlist
 from syncline.topology.marked import MarkedData, read_marked, value_at
 
 _NVIDIA = "network.topology.nvidia.com"

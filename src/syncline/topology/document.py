@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -31,11 +31,13 @@ from pydantic import (
 
 from syncline.errors import ConfigurationError, TopologyError, UnitError
 from syncline.priorities.settings import Priorities
-from syncline.topology.hostlist import expand_hostlist
+from syncline.topology.host_matching import expand_hostlist
 from syncline.topology.marked import MarkedData, read_marked
 from syncline.topology.tree import Gateway, Host, Link, Rank, Socket, Switch, TopologyParts, check_name, check_num_ranks
 from syncline.units import parse_duration, parse_rate, parse_size
 
+_SHIPPED = Path(__file__).with_name("shipped")
+"""Where the topologies that come with Syncline are, each found by its name without a path."""
 MAX_RANKS_OF_HOST = 4096
 _Quantity = TypeVar("_Quantity")
 _MAX_PROBLEMS_SHOWN = 5
@@ -410,3 +412,26 @@ def _describe_unknown_key(key: str, location: Location, marked: MarkedData) -> s
     close = difflib.get_close_matches(key, known, n=1)
     remedy = f"did you mean {close[0]!r}?" if close else f"the keys here are {', '.join(known)}"
     return f"unknown key {key!r}; {remedy}"
+
+
+def shipped_names() -> tuple[str, ...]:
+    """Return the names of the shipped topologies, sorted."""
+    return tuple(sorted(file.stem for file in _SHIPPED.glob("*.yaml")))
+
+
+def find_topology_text(path: str | Path) -> tuple[str, str]:
+    """Return the text of a topology and its source; a file of that name goes before a shipped topology."""
+    file = Path(path)
+    try:
+        if not file.is_file() and str(path) in shipped_names():
+            name = f"{path}.yaml"
+            return (_SHIPPED / name).read_text(encoding="utf-8"), name
+        return file.read_text(encoding="utf-8"), str(path)
+    except OSError as error:
+        names = ", ".join(shipped_names())
+        raise TopologyError(
+            f"Topology {str(path)!r} cannot be read ({error.strerror}); give a file, or one of the shipped topologies: "
+            f"{names}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise TopologyError(f"Topology {str(path)!r} is not UTF-8 text; save it as UTF-8") from error

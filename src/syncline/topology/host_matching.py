@@ -5,13 +5,16 @@ whatever the case of letters) and no other host has it too. What cannot be match
 because a tree that is right but for the order of its hosts is slow in silence.
 
 A job whose ranks all run on one machine that the topology does not know emulates it: its ranks stay as they are.
+
+Lists of names as administrators write them, ``h[0-4]`` or ``node[01-03,7],login``, are expanded here too.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from itertools import count, product
 
 from syncline.errors import TopologyError, name_ranks
 from syncline.topology.tree import Host, Link, Rank, Switch, check_name
@@ -132,3 +135,48 @@ def plain_name(name: str) -> str:
 def _root_names() -> Iterator[str]:
     yield UNKNOWN_NETWORK
     yield from (f"{UNKNOWN_NETWORK}-{number}" for number in count())
+
+
+MAX_NAMES = 100_000
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+
+
+def expand_hostlist(text: str) -> tuple[str, ...]:
+    """Return the names of a list, in its order; numbers keep their leading zeros."""
+    names: list[str] = []
+    for item in re.split(r",(?![^\[]*\])", text):
+        names += _expand_item(item.strip(), text)
+        _check_count(len(names), text)
+    return tuple(names)
+
+
+def _expand_item(item: str, text: str) -> list[str]:
+    parts = _BRACKETS.split(item)  # plain, bracketed, plain, bracketed, ..., plain
+    if not item or any(mark in part for part in parts[::2] for mark in "[]"):
+        raise TopologyError(f"{text!r} is not a list of names; write for example 'h[0-4]' or 'a,b,c'")
+    choices = [[part] if k % 2 == 0 else _expand_ranges(part, text) for k, part in enumerate(parts)]
+    count = 1
+    for choice in choices:
+        count *= len(choice)
+        _check_count(count, text)
+    return ["".join(pieces) for pieces in product(*choices)]
+
+
+def _expand_ranges(ranges: str, text: str) -> list[str]:
+    numbers: list[str] = []
+    for item in ranges.split(","):
+        match = _RANGE.fullmatch(item.strip())
+        if match is None or len(item) > 2 * 9 + 1:
+            raise TopologyError(f"{item!r} in {text!r} is not a range of numbers; write for example '0-4'")
+        first, last = match[1], match[2] or match[1]
+        if int(last) < int(first):
+            raise TopologyError(f"range {item!r} in {text!r} runs backwards; write '{last}-{first}'")
+        _check_count(int(last) - int(first), text)
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def _check_count(count: int, text: str) -> None:
+    if count > MAX_NAMES:
+        raise TopologyError(f"{text!r} stands for more than {MAX_NAMES} names; write a shorter list")

@@ -91,7 +91,7 @@ class Topology:
         >>> [host.name for host in syncline.Topology.load("demo-1-3").hosts]
         ['h0', 'h1', 'h2', 'h3']
         """
-        from syncline.topology.shipped import find_topology_text
+        from syncline.topology.document import find_topology_text
 
         text, source = find_topology_text(path)
         return cls.parse(text, source=source)
