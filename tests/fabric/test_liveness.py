@@ -1,5 +1,6 @@
 """Heartbeats, suspicion and death, and whether this process itself stood still, by a clock of the test's own."""
 
+from syncline.fabric import FabricOptions
 from syncline.fabric.liveness import Liveness, Suspect, describe_absence
 
 
@@ -12,7 +13,7 @@ def judge(liveness, times_s, heard=()):
 
 
 def new(**settings):
-    liveness = Liveness(**{"heartbeat_s": 1.0, "suspect_s": 3.0, "dead_s": 10.0, "now_s": 0.0, **settings})
+    liveness = Liveness(FabricOptions(**settings), now_s=0.0)
     liveness.add(1)
     liveness.add(2)
     return liveness
@@ -65,7 +66,7 @@ def test_heartbeats_are_sent_at_once_and_then_at_their_interval():
 
 
 def test_no_peers_no_verdicts():
-    liveness = Liveness(heartbeat_s=1.0, suspect_s=3.0, dead_s=10.0, now_s=0.0)
+    liveness = Liveness(FabricOptions(), now_s=0.0)
     assert judge(liveness, range(1, 100)) == []
 
 

@@ -20,7 +20,7 @@ def test_hosts_bridges_and_links_of_two_racks():
     lab = plan(Topology.load("two-racks-5-3"))
     assert lab.namespaces[:2] == ("syncline-abc123._switches", "syncline-abc123.h0")
     assert [host.address for host in lab.hosts][:2] == ["10.99.0.1", "10.99.0.2"]
-    assert [bridge.switch for bridge in lab.bridges] == ["core", "rack-a", "rack-b"]
+    assert list(lab.bridges) == ["core", "rack-a", "rack-b"]
     rack, first = lab.links[0], lab.links[1]
     assert (rack.child, rack.lower_bridge, rack.upper_bridge) == ("rack-a", "b1", "b0")
     assert (first.child, first.lower_bridge, first.lower_interface, first.upper_bridge) == ("h0", None, "eth0", "b1")
@@ -46,7 +46,7 @@ def test_variables_lead_to_the_host_of_rank_0():
 def test_a_host_alone_talks_to_itself():
     lab = plan(Topology.parse("host: box\nranks: 4\n"))
     assert (lab.hosts[0].interface, lab.hosts[0].address) == ("lo", "127.0.0.1")
-    assert (lab.links, lab.bridges) == ((), ())
+    assert (lab.links, lab.bridges) == ((), {})
 
 
 def test_what_cannot_be_emulated_is_told():

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol
 
 import torch
 from rich.console import Console
@@ -47,38 +45,6 @@ class Moment:
     """Share of the time, from 0 to 1, that this rank waited for the network."""
     update: str = ""
     """How the update rule fares, if it has anything to say."""
-
-
-class Display(Protocol):
-    """A context manager that is told how the training goes on."""
-
-    def __enter__(self) -> Display: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def show(self, moment: Moment) -> None:
-        """Show the newest state."""
-
-    def note(self, text: str) -> None:
-        """Say something besides."""
-
-
-class Silence:
-    """The display of every other rank."""
-
-    def __enter__(self) -> Silence:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def show(self, moment: Moment) -> None:
-        """Show nothing."""
-
-    def note(self, text: str) -> None:
-        """Say nothing."""
 
 
 class Bar:
@@ -165,10 +131,14 @@ class Lines:
         self._write(text)
 
 
+Display = Bar | Lines
+"""A context manager that is told how the training goes on."""
+
+
 def choose_display(rank: int, *, first_step: int, num_steps: int) -> Display:
     """Rank 0 shows what it can; the others are silent."""
     if rank != 0:
-        return Silence()
+        return Lines(first_step=first_step, num_steps=num_steps, write=lambda _: None)
     kind = Bar if sys.stdout.isatty() else Lines
     return kind(first_step=first_step, num_steps=num_steps)
 

@@ -40,21 +40,16 @@ class Tick:
 class Liveness:
     """Judges peers by their silence. Call :meth:`tick` every ``interval_s``."""
 
-    def __init__(self, *, heartbeat_s: float, suspect_s: float, dead_s: float, now_s: float) -> None:
-        self.interval_s = min(heartbeat_s, suspect_s / 3, dead_s / 10)
-        self._heartbeat_s = heartbeat_s
-        self._suspect_s = suspect_s
-        self._dead_s = dead_s
+    def __init__(self, options: FabricOptions, *, now_s: float) -> None:
+        self.interval_s = min(options.heartbeat_s, options.suspect_s / 3, options.dead_s / 10)
+        self._heartbeat_s = options.heartbeat_s
+        self._suspect_s = options.suspect_s
+        self._dead_s = options.dead_s
         self._now_s = now_s
-        self._since_beat_s = heartbeat_s
+        self._since_beat_s = options.heartbeat_s
         self._silence_s: dict[int, float] = {}
         self._gap_s, self._gap_ended_s = 0.0, now_s
         self._has_advised = False
-
-    @classmethod
-    def of(cls, options: FabricOptions, *, now_s: float) -> Liveness:
-        """Judge by the times of ``options``."""
-        return cls(heartbeat_s=options.heartbeat_s, suspect_s=options.suspect_s, dead_s=options.dead_s, now_s=now_s)
 
     @property
     def suspects(self) -> frozenset[int]:

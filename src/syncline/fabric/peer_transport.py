@@ -113,10 +113,6 @@ class TransportSet:
         """Grant with these sizes from now on."""
         self._scheduler.resize(window=window, quantum_bytes=quantum_bytes, sender_bytes=dict(sender_bytes))
 
-    def keep_beating(self, *, interval_s: float, limit_s: float) -> None:
-        """Repeat the last heartbeat while somebody holds the interpreter, for ``limit_s``."""
-        self.native_transport.keep_beating(interval_s=interval_s, limit_s=limit_s)
-
     def tell_drained(self, on_drained: Callable[[], None]) -> None:
         """Tell from now on whenever everything that was sent to a peer is with the kernel."""
         self._on_drained = on_drained

@@ -28,13 +28,6 @@ ELSEWHERE, FORWARD, BACKWARD, STEP = PHASES = ("elsewhere", "forward", "backward
 """Where a training thread is; elsewhere it reads data, computes the loss, validates, saves, and so on."""
 
 
-class SpanSink(Protocol):
-    """What is told of phases, waits and steps that are over, in ns of the monotonic clock: a trace."""
-
-    def __call__(self, name: str, category: str, start_ns: int, end_ns: int, **args: object) -> None:
-        """Take note of one."""
-
-
 _TASKS = Path("/proc/self/task")
 
 
@@ -108,7 +101,8 @@ class Progress:
         """The last one that the user said."""
         self.shortage = ProcessorShortage()
         self._waited_in_s = dict.fromkeys(PHASES, 0.0)
-        self.on_span: SpanSink | None = None
+        self.on_span: Callable[[str, str, int, int], None] | None = None
+        """Told of phases, waits and steps that are over: name, category, start and end in ns of the monotonic clock."""
         self.watcher: object = None
         """Who tells rank 0 of this: where members change, several have it one after another."""
 

@@ -96,10 +96,10 @@ class TcpFabric:
         self._news = News()
         self._is_closing = self._is_closed = False
         self._changed = asyncio.Event()
-        self._liveness = Liveness.of(options, now_s=self._loop.time())
+        self._liveness = Liveness(options, now_s=self._loop.time())
         self.progress = Progress()
         self.stalls = Stalls(options.stall_s)
-        transport_set.keep_beating(interval_s=options.heartbeat_s, limit_s=options.held_s)
+        transport_set.native_transport.keep_beating(interval_s=options.heartbeat_s, limit_s=options.held_s)
         self._timer = self._loop.call_later(self._liveness.interval_s, self._tick)
 
     def __repr__(self) -> str:

@@ -25,7 +25,7 @@ from syncline.lab.programs import (
     skip_packet_filters,
 )
 from syncline.lab.queues import DEFAULT_DSCP_BY_PRIORITY, QueueSettings, choose_queues
-from syncline.lab.records import LabRecord, clean, create_record, end_process_groups, remove_lab, write_host_names
+from syncline.lab.records import LabRecord, clean, create_record, kill_process_groups, remove_lab, write_host_names
 from syncline.topology import DirectedLink, Topology
 from syncline.variables import process_variables
 
@@ -145,7 +145,7 @@ class Lab:
         record, self._record, self._plan = self._record, None, None
         atexit.unregister(self._down_at_exit)
         try:
-            end_process_groups(self._processes, grace_s=0.0)
+            kill_process_groups(self._processes)
         finally:
             self._processes.clear()
             remove_lab(record)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from syncline.errors import LabError
@@ -39,14 +39,6 @@ class LabHost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LabBridge:
-    """A switch: a bridge in the switches' namespace."""
-
-    switch: str
-    interface: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LabLink:
     """A link: a veth pair. The lower end is in the child's namespace, the upper end in the switches' namespace."""
 
@@ -68,7 +60,8 @@ class LabPlan:
     network: ipaddress.IPv4Network
     switch_namespace: str
     hosts: tuple[LabHost, ...]
-    bridges: tuple[LabBridge, ...]
+    bridges: Mapping[str, str]
+    """By switch, the interface of its bridge in the switches' namespace."""
     links: tuple[LabLink, ...]
 
     @property
@@ -127,7 +120,7 @@ def plan_lab(topology: Topology, *, lab_id: str, network: ipaddress.IPv4Network)
         network=network,
         switch_namespace=namespace,
         hosts=hosts,
-        bridges=tuple(LabBridge(switch=switch, interface=interface) for switch, interface in bridges.items()),
+        bridges=bridges,
         links=tuple(links),
     )
 
@@ -205,10 +198,10 @@ def building_batches(plan: LabPlan, settings: QueueSettings, congestion: str | N
 def _switch_lines(plan: LabPlan) -> Iterator[str]:
     """Yield the commands for bridges and pairs. Without IPv6 addresses and snooping, no link carries stray packets."""
     yield "link set dev lo up"
-    for bridge in plan.bridges:
-        yield f"link add name {bridge.interface} type bridge stp_state 0 mcast_snooping 0"
-        yield f"link set dev {bridge.interface} addrgenmode none"
-        yield f"link set dev {bridge.interface} up"
+    for bridge in plan.bridges.values():
+        yield f"link add name {bridge} type bridge stp_state 0 mcast_snooping 0"
+        yield f"link set dev {bridge} addrgenmode none"
+        yield f"link set dev {bridge} up"
     for link in plan.links:
         peer = f"{link.lower_interface} netns {link.lower_namespace}"
         yield f"link add name {link.upper_interface} type veth peer name {peer}"

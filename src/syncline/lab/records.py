@@ -229,25 +229,13 @@ def clean(records: Path = RECORDS) -> tuple[str, ...]:
     return tuple(sorted(abandoned | orphans))
 
 
-def end_process_groups(processes: Sequence[subprocess.Popen[Any]], *, grace_s: float) -> None:
-    """Ask the process groups to end (SIGTERM), and kill what is left after ``grace_s``."""
-    running = [process for process in processes if process.poll() is None]
-    if grace_s > 0:
-        signal_groups(running, signal.SIGTERM)
-        _wait_for_all(running, timeout_s=grace_s)
-    signal_groups(running, signal.SIGKILL)
-    _wait_for_all(running, timeout_s=_KILL_S)
-
-
-def _wait_for_all(processes: Iterable[subprocess.Popen[Any]], *, timeout_s: float) -> bool:
-    """Wait until all processes have ended; False where the time was over first."""
-    deadline = time.monotonic() + timeout_s
-    for process in processes:
-        try:
+def kill_process_groups(processes: Sequence[subprocess.Popen[Any]]) -> None:
+    """Kill the process groups, and wait for those that ended."""
+    signal_groups(processes, signal.SIGKILL)
+    deadline = time.monotonic() + _KILL_S
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        for process in processes:
             process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return False
-    return True
 
 
 def signal_groups(processes: Iterable[subprocess.Popen[Any]], number: signal.Signals) -> None:

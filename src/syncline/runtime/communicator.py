@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -16,7 +15,6 @@ from syncline.fabric import (
     ABORTED,
     Fabric,
     FabricOptions,
-    MemoryFabric,
     PeerStalls,
     Rendezvous,
     Store,
@@ -108,7 +106,7 @@ class Communicator:
         self._shared_memory: dict[int, SharedMemoryCollectives] = {}  # by the streams whose calls they take
         self._last_statistics: FleetStatistics | None = None
         self.max_inflight_bytes = max_inflight_bytes or self._plans.inflight_bytes
-        self._engine = loop.run(self._make_engine(self.max_inflight_bytes), CLOSE_S)
+        self._engine = loop.call(partial(self._make_engine, self.max_inflight_bytes), CLOSE_S)
         self._engine.user_stream = self.user_stream
         self._watching = self._make_watching()
         loop.on_crash(self._engine.crash)
@@ -415,7 +413,7 @@ class Communicator:
         """Return a frozen record of all counters; after a close, the last one."""
         if self._last_statistics is not None:
             return self._last_statistics
-        return self._loop.run(self._take_statistics(), CLOSE_S)
+        return self._loop.call(self._statistics, CLOSE_S)
 
     def close(self) -> None:
         """Say goodbye and release everything; calls under way fail. Nothing happens twice, nor in a forked child."""
@@ -451,10 +449,7 @@ class Communicator:
 
     def view(self) -> dict[str, Any] | None:
         """Return what is known of all ranks now (see :meth:`Lookout.view`); None but on rank 0 of several."""
-        return self._loop.run(self._view(), VIEW_S)
-
-    async def _view(self) -> dict[str, Any] | None:
-        return self._watching.view()
+        return self._loop.call(self._watching.view, VIEW_S)
 
     def examine(self, seconds: float) -> dict[str, Any]:
         """Ask all ranks what they do for some seconds (see :meth:`Watching.examine`); rank 0 calls this."""
@@ -476,7 +471,7 @@ class Communicator:
             self.trace.flush()
             self._loop.clock.call_later(FLUSH_S, self._flush_trace)
 
-    async def _make_engine(self, max_inflight_bytes: int) -> Engine:
+    def _make_engine(self, max_inflight_bytes: int) -> Engine:
         engine = Engine(
             self._fabric,
             topology=self.topology,
@@ -506,9 +501,6 @@ class Communicator:
     def count_by(self, count: Callable[[], Tally | None]) -> None:
         """Tell others, when this rank leaves, how much it has made; ``count`` is called on the loop's thread."""
         self._engine.count = count
-
-    async def _take_statistics(self) -> FleetStatistics:
-        return self._statistics()
 
     def _statistics(self) -> FleetStatistics:
         return take_statistics(
@@ -627,31 +619,16 @@ def communicators_in_memory(
     """
     loop = CommunicationLoop("syncline memory")
     loop.start()
+    open_ranks = list(range(num_ranks))
 
-    async def connect() -> tuple[MemoryFabric, ...]:
-        return memory_fabrics(num_ranks, seed=seed)
+    def on_close() -> None:
+        if open_ranks.pop() == 0:  # the last one that any thread takes
+            loop.stop()
 
     try:
-        fabrics = loop.run(connect(), CLOSE_S)
-        on_close = _Countdown(num_ranks, loop).count
+        fabrics = loop.call(partial(memory_fabrics, num_ranks, seed=seed), CLOSE_S)
         shape = topology if topology is not None else Topology.flat(num_ranks)
         return tuple(Communicator(loop, fabric, shape, on_close=on_close, **options) for fabric in fabrics)
     except BaseException:
         loop.stop()
         raise
-
-
-class _Countdown:
-    """Stops the loop when all communicators are closed."""
-
-    def __init__(self, num_open: int, loop: CommunicationLoop) -> None:
-        self._num_open = num_open
-        self._loop = loop
-        self._lock = threading.Lock()
-
-    def count(self) -> None:
-        with self._lock:
-            self._num_open -= 1
-            is_last = self._num_open == 0
-        if is_last:
-            self._loop.stop()

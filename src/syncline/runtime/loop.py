@@ -158,6 +158,15 @@ class CommunicationLoop:
                 f"{getattr(coroutine, '__qualname__', coroutine)} was not done on the loop within {timeout_s:g} s"
             ) from None
 
+    def call(self, function: Callable[[], T], timeout_s: float) -> T:
+        """Call ``function`` on the loop's thread, in the order of the calls, and return what it returns; as `run`."""
+
+        async def call() -> T:
+            return function()
+
+        call.__qualname__ = getattr(getattr(function, "func", function), "__qualname__", "a call")  # for errors
+        return self.run(call(), timeout_s)
+
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the loop and its thread; a second call does nothing."""
         loop, thread = self._loop, self._thread

@@ -76,12 +76,8 @@ class Port:
 
     def call(self, function: Callable[[], T], timeout_s: float) -> T:
         """Call ``function`` on the loop's thread, in the order of the calls, and return what it returns; as `run`."""
-
-        async def call() -> T:
-            return function()
-
-        call.__qualname__ = getattr(function, "__qualname__", repr(function))
-        return self.run(call(), timeout_s)
+        with self._fabric.progress.waiting():
+            return self._loop.call(function, timeout_s)
 
     @property
     def stalls(self) -> PeerStalls:

@@ -16,6 +16,7 @@ import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from syncline.endpoints import format_endpoint
@@ -239,12 +240,8 @@ class Entry:
 
     def close(self) -> None:
         """Stop waiting."""
-
-        async def close() -> None:
-            if self._connection is not None:
-                self._connection.close()
-
-        self.loop.run(close(), ANSWER_S)
+        if self._connection is not None:
+            self.loop.call(self._connection.close, ANSWER_S)
 
     @contextlib.asynccontextmanager
     async def _telling(self) -> AsyncIterator[None]:
@@ -392,11 +389,7 @@ class Growth:
         self.join_address: Address = advertised_endpoint(self._address, sock.getsockname()[1], options)
         self._loop = CommunicationLoop("syncline-join")
         self._loop.start()
-
-        async def serve() -> JoinServer:
-            return JoinServer(sock, options, terms)
-
-        self._server = self._loop.run(serve(), ANSWER_S)
+        self._server = self._loop.call(partial(JoinServer, sock, options, terms), ANSWER_S)
 
     def adopt(self, options: FabricOptions, terms: Mapping[str, Any]) -> None:
         """Behave as the job does that this rank is about to come into."""
@@ -410,11 +403,7 @@ class Growth:
         """
         self._job, self._rank = job, rank
         self._leave_attempt()
-
-        async def open_it() -> None:
-            self._server.open(job, rank, lines=lines, why_not=why_not)
-
-        self._loop.run(open_it(), ANSWER_S)
+        self._loop.call(partial(self._server.open, job, rank, lines=lines, why_not=why_not), ANSWER_S)
 
     def refuse(self, why: str) -> None:
         """Let nobody in, before an epoch was opened."""
@@ -480,13 +469,13 @@ class Growth:
         assert part is not None, "who leads has heard that this rank is connected"
         assert part.attempt == attempt, "attempts follow each other"
 
-        async def take() -> Admitted:
+        def take() -> Admitted:
             party = part.party.result()
             admitted, party.admitted = party.admitted, None  # so that it is not dropped with the rest
             assert admitted is not None, "it has said so"
             return admitted
 
-        admitted = part.loop.run(take(), ANSWER_S)
+        admitted = part.loop.call(take, ANSWER_S)
         part.following.cancel()
         return LargerFabric(admitted=admitted, loop=part.loop)
 
