@@ -21,7 +21,7 @@ WITHOUT_TORCH = (
     "syncline.report",
     "syncline.machines",
     "syncline.cli.main",
-    "syncline.cli.launcher.called",
+    "syncline.cli.launcher.function",
 )
 
 

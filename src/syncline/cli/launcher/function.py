@@ -3,15 +3,18 @@
 Forked ranks would inherit the caller's threads of OpenMP, CUDA and open fleets, none of which survives a fork; ranks
 that are started afresh do not know what a notebook's cell defines. So they are started afresh, and the function travels
 by value (cloudpickle), as do the results. They belong to a launcher process of their own, the one of ``syncline run``:
-a notebook's kernel has threads and an event loop already, and if it dies, the launcher ends the ranks.
+a notebook's kernel has threads and an event loop already, and if it dies, the launcher ends the ranks. The launcher and
+the ranks begin here too, each with a part of the call in a folder: in :func:`supervise` and :func:`call`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -23,8 +26,11 @@ import cloudpickle
 
 from syncline.arguments import Count, checked
 from syncline.cli.launcher.scratch import own_folder
-from syncline.errors import ConfigurationError, LaunchError
+from syncline.cli.launcher.supervisor import Limits
+from syncline.cli.launcher.terminal import Terminal
+from syncline.errors import ConfigurationError, LaunchError, SynclineError
 from syncline.topology import Topology
+from syncline.variables import process_variables
 
 Result = TypeVar("Result")
 
@@ -32,11 +38,13 @@ DEFAULT_RANKS = 4
 END_S = 10.0
 """The launcher ends all ranks faster; this is for one that does not answer."""
 CALL, REPORT = "call.pickle", "report"
+LIMITS = Limits(grace_s=3.0, stubborn_s=2.0)
+"""With the time that Python takes to end, less than the 10 s that are promised."""
 BOOT = """
 import json, sys
 folder, sys.path[:] = sys.argv[2], json.loads(sys.argv[3])
-from syncline.cli.launcher import called
-getattr(called, sys.argv[1])(folder)
+from syncline.cli.launcher import function
+getattr(function, sys.argv[1])(folder)
 """
 
 
@@ -84,7 +92,7 @@ def launch(
 
 
 def boot_command(entry: str, argument: str) -> tuple[str, ...]:
-    """Return what starts a process that calls ``called.entry(argument)`` and finds all modules that this one finds."""
+    """Return what starts a process that calls ``entry(argument)`` here, and finds all modules that this one finds."""
     return (sys.executable, "-c", BOOT, entry, argument, json.dumps([str(place) for place in sys.path]))
 
 
@@ -139,3 +147,50 @@ def _copy(pipe: IO[bytes], stream: TextIO) -> None:
     for line in pipe:
         stream.write(line.decode(errors="replace"))
         stream.flush()
+
+
+class _Reporting(Terminal):
+    """Keeps what went wrong for the caller's exception, the last of which is the whole report."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def say(self, text: str, *, is_error: bool = False) -> None:
+        if is_error:
+            (self._folder / REPORT).write_text(text)
+        else:
+            super().say(text)
+
+
+def supervise(argument: str) -> None:
+    """Start the ranks and wait for them; end them if the caller ends, however that happens."""
+    from syncline.cli.launcher.launch import Request  # which neither the caller nor the ranks need
+    from syncline.cli.launcher.launch import launch as launch_ranks
+    from syncline.cli.launcher.session import PR_SET_PDEATHSIG
+
+    asked = json.loads(argument)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != asked["parent"]:  # it died in between
+        sys.exit(1)
+    folder = Path(asked["folder"])
+    request = Request(
+        command=boot_command("call", str(folder)),
+        topology=asked["topology"],
+        num_ranks=asked["ranks"],
+        starts_all=True,
+        limits=LIMITS,
+    )
+    terminal = _Reporting(folder)
+    try:
+        sys.exit(launch_ranks(request, terminal=terminal))
+    except SynclineError as error:
+        terminal.say(str(error), is_error=True)
+        sys.exit(1)
+
+
+def call(argument: str) -> None:
+    """Call the function as the rank that the environment names, and leave its result in the folder."""
+    folder = Path(argument)
+    function, args = pickle.loads((folder / CALL).read_bytes())  # noqa: S301 - the caller's own, in a folder of its own
+    result_file(folder, int(process_variables()["RANK"])).write_bytes(cloudpickle.dumps(function(*args)))
