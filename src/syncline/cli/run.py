@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -20,47 +20,81 @@ from syncline.errors import ConfigurationError
 app = new_app()
 
 
-Topology = Annotated[
-    str | None, typer.Option(metavar="FILE|NAME", help="The network; or SYNCLINE_TOPOLOGY.", show_default=False)
-]
-Ranks = Annotated[int | None, typer.Option(metavar="N", help="Number of ranks.", show_default=False)]
-Host = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Start this host's ranks only; or SYNCLINE_HOST.", show_default=False)
-]
-Master = Annotated[
-    str | None, typer.Option(metavar="HOST:PORT", help="Where rank 0 listens (several machines).", show_default=False)
-]
-SecretFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="The job's shared secret (mode 0600).", show_default=False)
-]
-Trace = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.", show_default=False)]
-Report = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Write one HTML file of the run; or SYNCLINE_REPORT.", show_default=False),
-]
-LogDir = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR", help="Write each rank's output to DIR/rank-N.log too; or SYNCLINE_LOG_DIR.", show_default=False
-    ),
-]
-Behind = Annotated[
-    str | None,
-    typer.Option(
-        metavar="S",
-        help="Say who is behind after S seconds without a finished step (60), or off; or SYNCLINE_BEHIND.",
-        show_default=False,
-    ),
-]
-Metrics = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PORT|DIR", help="Serve Prometheus, or write files for it; or SYNCLINE_METRICS.", show_default=False
-    ),
-]
-Foreground = Annotated[
-    int | None, typer.Option(metavar="RANK", help="Let this rank write to the terminal itself.", show_default=False)
-]
+class Wish(StrEnum):
+    """The choices of ``--on-preemption``."""
+
+    LEAVE = "leave"
+    CHECKPOINT = "checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _JobOptions:
+    """What was said of the job, as a :class:`Request` has it."""
+
+    topology: Annotated[
+        str | None, typer.Option(metavar="FILE|NAME", help="The network; or SYNCLINE_TOPOLOGY.", show_default=False)
+    ] = None
+    num_ranks: Annotated[
+        int | None, typer.Option("--ranks", metavar="N", help="Number of ranks.", show_default=False)
+    ] = None
+    host: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Start this host's ranks only; or SYNCLINE_HOST.", show_default=False),
+    ] = None
+    master: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where rank 0 listens (several machines).", show_default=False),
+    ] = None
+    secret_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The job's shared secret (mode 0600).", show_default=False)
+    ] = None
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.", show_default=False)
+    ] = None
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write one HTML file of the run; or SYNCLINE_REPORT.", show_default=False),
+    ] = None
+    log_folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--log-dir",
+            metavar="DIR",
+            help="Write each rank's output to DIR/rank-N.log too; or SYNCLINE_LOG_DIR.",
+            show_default=False,
+        ),
+    ] = None
+    behind: Annotated[
+        str | None,
+        typer.Option(
+            metavar="S",
+            help="Say who is behind after S seconds without a finished step (60), or off; or SYNCLINE_BEHIND.",
+            show_default=False,
+        ),
+    ] = None
+    is_live: Annotated[
+        bool, typer.Option("--live", help="Show ranks, links and waits as they are; or SYNCLINE_LIVE.")
+    ] = False
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PORT|DIR", help="Serve Prometheus, or write files for it; or SYNCLINE_METRICS.", show_default=False
+        ),
+    ] = None
+    terminal_rank: Annotated[
+        int | None,
+        typer.Option(
+            "--foreground", metavar="RANK", help="Let this rank write to the terminal itself.", show_default=False
+        ),
+    ] = None
+    on_preemption: Annotated[
+        Wish | None,
+        typer.Option(
+            help="What ranks do when they, or this command, get SIGTERM or SIGUSR2 (25 s): leave an elastic job, or "
+            "save.",
+            show_default=False,
+        ),
+    ] = None
 
 
 PERIOD_S = RestartLimits().period_s
@@ -118,45 +152,16 @@ class _RestartOptions:
         return Elasticity(min_ranks=min_ranks, join=self.join, join_port=self.join_port)
 
 
-class Wish(StrEnum):
-    """The choices of ``--on-preemption``."""
-
-    LEAVE = "leave"
-    CHECKPOINT = "checkpoint"
-
-
-OnPreemption = Annotated[
-    Wish | None,
-    typer.Option(
-        help="What ranks do when they, or this command, get SIGTERM or SIGUSR2 (25 s): leave an elastic job, or save.",
-        show_default=False,
-    ),
-]
-
-
 @app.command(context_settings={"allow_interspersed_args": False})
 @spread(_RestartOptions, into="losses")
+@spread(_JobOptions, into="job")
 def run(
     script: Annotated[
         str, typer.Argument(metavar="SCRIPT", help="The script, or module, or program.", show_default=False)
     ],
     args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments.", show_default=False)] = None,
     *,
-    topology: Topology = None,
-    ranks: Ranks = None,
-    host: Host = None,
-    master: Master = None,
-    secret_file: SecretFile = None,
-    trace: Trace = None,
-    report: Report = None,
-    log_dir: LogDir = None,
-    behind: Behind = None,
-    live: Annotated[
-        bool, typer.Option("--live", help="Show ranks, links and waits as they are; or SYNCLINE_LIVE.")
-    ] = False,
-    metrics: Metrics = None,
-    foreground: Foreground = None,
-    on_preemption: OnPreemption = None,
+    job: _JobOptions,
     losses: _RestartOptions,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as python -m has it.")] = False,
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program of its own.")] = False,
@@ -178,22 +183,10 @@ def run(
     """
     request = Request(
         command=build_command(script, tuple(args or ()), is_module=module, is_program=no_python),
-        topology=topology,
-        num_ranks=ranks,
-        host=host,
-        master=master,
-        secret_file=secret_file,
-        trace=trace,
-        report=report,
-        log_folder=log_dir,
-        behind=behind,
-        is_live=live,
-        metrics=metrics,
-        terminal_rank=foreground,
         limits=losses.limits(),
         restarts=losses.restart_limits(),
         elastic=losses.elasticity(),
-        on_preemption=on_preemption.value if on_preemption is not None else None,
+        **{field.name: getattr(job, field.name) for field in fields(job)},
     )
     raise typer.Exit(launch(request))
 
