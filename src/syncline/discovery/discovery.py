@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from syncline.discovery.following import changed_rates
+from syncline.discovery.following import changed_rates, crossed_links
 from syncline.discovery.kept import keep, recall
 from syncline.discovery.probe import ROUND_S, Prober
 from syncline.discovery.tree_search import (
@@ -222,13 +222,9 @@ def _switches(known: Topology, ranks: Sequence[int]) -> list[Set]:
 
 def predicted_rates(topology: Topology, ranks: Sequence[int], flows: Sequence[Flow]) -> list[float]:
     """Return the fair share of each flow, bytes per second; hosts are named by a rank of each."""
-    links = {(name, way): link.bytes_per_s(way) for name, link in topology.links() for way in ("up", "down")}
-    numbers = {key: number for number, key in enumerate(links)}
-    crosses = np.zeros((1, len(flows), len(links)), bool)
-    for flow, (source, target) in enumerate(flows):
-        for link in topology.route(ranks[source], ranks[target]):
-            crosses[0, flow, numbers[link.child, link.direction]] = True
-    return [float(share) for share in fair_shares(crosses, np.array(list(links.values())))[0]]
+    links, crosses = crossed_links(topology, ranks, [flows])
+    rates = np.array([topology.bytes_per_s(link) for link in links])
+    return [float(share) for share in fair_shares(crosses, rates)[0]]
 
 
 def _side(hosts: Set, num_hosts: int) -> Set:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from syncline.discovery.tree_search import CALM, Round, fair_shares, noise_of
-from syncline.topology import DirectedLink, Link, Switch, Topology
+from syncline.discovery.tree_search import Flow, Round, fair_shares, huber_losses, noise_of
+from syncline.topology import DirectedLink, Direction, Link, Switch, Topology
 from syncline.topology.tree import relinked
 
 WINDOW_S = 10.0
@@ -105,25 +105,37 @@ def changed_rates(known: Topology, ranks: Sequence[int], rounds: Sequence[Round]
     return replace(known, root=relinked(known.root, _scaled(known, off))) if off else known
 
 
+def crossed_links(
+    topology: Topology, ranks: Sequence[int], rounds: Sequence[Sequence[Flow]]
+) -> tuple[list[DirectedLink], np.ndarray]:
+    """Return all links, and which of them (last axis) each flow (second axis) of each round (first axis) crosses.
+
+    ``ranks[k]`` is a rank of host k.
+    """
+    ways: tuple[Direction, Direction] = ("up", "down")
+    links = [DirectedLink(name, way) for name, _ in topology.links() for way in ways]
+    numbers = {link: number for number, link in enumerate(links)}
+    crosses = np.zeros((len(rounds), max(map(len, rounds)), len(links)), bool)
+    for row, flows in enumerate(rounds):
+        for column, (source, target) in enumerate(flows):
+            crossed = [numbers[link] for link in topology.route(ranks[source], ranks[target])]
+            crosses[row, column, crossed] = True
+    return links, crosses
+
+
 class _Model:
     """The rounds as arrays: which links each flow crosses, and what it was measured to get."""
 
     def __init__(self, known: Topology, ranks: Sequence[int], rounds: Sequence[Round]) -> None:
-        limited = [(name, way) for name, link in known.links() for way in ("up", "down")]
-        self.links = [DirectedLink(name, way) for name, way in limited]  # type: ignore[arg-type]
+        self.links, self._crosses = crossed_links(known, ranks, [each.flows for each in rounds])
         self.rates = np.array([known.bytes_per_s(link) for link in self.links])
-        numbers = {link: number for number, link in enumerate(self.links)}
-        shape = (len(rounds), max(len(each.flows) for each in rounds))
-        self._pairs = np.full(shape, -1)
-        self._crosses = np.zeros((*shape, len(self.links)), bool)
-        self._measured = np.full(shape, np.nan)
+        self._pairs = np.full(self._crosses.shape[:2], -1)
+        self._measured = np.full(self._crosses.shape[:2], np.nan)
         self._noise, self._part = min(noise_of(rounds), _MOST_NOISE), 1.0
         for row, each in enumerate(rounds):
             for column, (source, target) in enumerate(each.flows):
                 self._measured[row, column] = max(each.rates[column], 1.0)
                 self._pairs[row, column] = source * len(ranks) + target
-                for link in known.route(ranks[source], ranks[target]):
-                    self._crosses[row, column, numbers[link]] = True
         is_of_switch = [isinstance(known.node(link.child), Switch) for link in self.links]
         self._part = self._part_that_arrives(np.asarray(self._crosses[:, :, is_of_switch].any(axis=2)))
 
@@ -155,8 +167,7 @@ class _Model:
 
     def loss(self, rates: np.ndarray) -> float:
         """Return how badly these rates explain what was measured (Huber's loss)."""
-        off = self._off(rates) / self._noise
-        return float(np.where(off <= CALM, off**2, CALM * (2 * off - CALM)).sum())
+        return float(huber_losses(self._off(rates) / self._noise).sum())
 
     def _off(self, rates: np.ndarray) -> np.ndarray:
         """Return by how much each flow is off, as a logarithm; 0 where there is none."""

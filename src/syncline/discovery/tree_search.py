@@ -132,7 +132,7 @@ class _Evidence:
         """Return how badly these switches explain what was measured; less is better."""
         if switches not in self._scores:
             predicted, _ = self._predict(_nodes(self._num_hosts, switches))
-            self._scores[switches] = float(np.sum(_losses(self._errors(predicted)))) + SWITCH_COST * len(switches)
+            self._scores[switches] = float(np.sum(huber_losses(self._errors(predicted)))) + SWITCH_COST * len(switches)
         return self._scores[switches]
 
     def describe(self, switches: frozenset[Set]) -> FittedTree:
@@ -165,7 +165,7 @@ class _Evidence:
         return fair_shares(crosses, rates), rates
 
 
-def _losses(errors: np.ndarray) -> np.ndarray:
+def huber_losses(errors: np.ndarray) -> np.ndarray:
     """Return the losses of Huber: squares, and from CALM on lines."""
     return np.where(errors <= CALM, errors**2, CALM * (2 * errors - CALM))
 

@@ -41,19 +41,11 @@ _LATE_S, _ROUNDING_S = 1e-4, 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Part(Span):
     """A piece of a step's critical path: ``kind`` is a phase of ``rank``, the network, or unknown."""
 
     rank: int
     kind: str
-    name: str
-    start_s: float
-    end_s: float
-
-    @property
-    def seconds(self) -> float:
-        """How long it took."""
-        return self.end_s - self.start_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,6 @@ from syncline.report.explanation import (
     UNKNOWN,
     Explanation,
     LinkShare,
-    Part,
     StepPath,
     explain,
 )
@@ -238,7 +237,7 @@ def _row_of(one: RankTrace, step: StepPath, top: int) -> str:
     scale = (WIDTH - LEFT) / step.seconds
     drawn = [f'<text x="0" y="{top + 15}">{escape(_short(one.name))}</text>']
 
-    def draw(span: Span | Part, kind: str, y: int, height: int, told: str = "") -> None:
+    def draw(span: Span, kind: str, y: int, height: int, told: str = "") -> None:
         start_s = max(span.start_s, step.start_s)
         width = (min(span.end_s, step.end_s) - start_s) * scale
         if width >= LEAST_WIDTH:
