@@ -201,14 +201,9 @@ def with_traffic(fabric: FabricStatistics, segment: Mapping[int, tuple[int, int,
 
 def link_bytes(fabric: FabricStatistics, topology: Topology) -> dict[DirectedLink, int]:
     """Return the payload that a rank's fabric has put on each link, its own data classes and control alike."""
-    return route_sums(fabric, topology, "sent_bytes")
-
-
-def route_sums(fabric: FabricStatistics, topology: Topology, counter: str) -> dict[DirectedLink, int]:
-    """Return the sums of a counter of connections over those that cross each link."""
     totals: dict[DirectedLink, int] = {}
     for connection in fabric.connections:
-        if amount := getattr(connection, counter):
+        if connection.sent_bytes:
             for link in topology.route(fabric.rank, connection.peer):
-                totals[link] = totals.get(link, 0) + amount
+                totals[link] = totals.get(link, 0) + connection.sent_bytes
     return totals
