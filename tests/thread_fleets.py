@@ -14,7 +14,7 @@ import torch
 from meeting_stores import DictStore
 from syncline.fabric import FabricOptions
 from syncline.pytorch.fleet import Fleet
-from syncline.runtime import Communicator, communicators_in_memory, plans
+from syncline.runtime import Communicator, communicators_in_memory
 from syncline.testing import Caught, run_threads
 from syncline.topology import Topology
 from syncline.updates import bucket_schedule
@@ -31,7 +31,6 @@ def remembered(plan: Callable[..., Any]) -> Callable[..., Any]:
     return planner
 
 
-plans.choose = remembered(plans.choose)
 bucket_schedule.plan_sharded_step = remembered(bucket_schedule.plan_sharded_step)
 
 
