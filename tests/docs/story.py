@@ -89,7 +89,7 @@ class Story:
 
     def _run(self, given: dict[str, Any]) -> None:
         environment = {}
-        ranks = given["ranks"]
+        ranks = given["num_ranks"]
         if given["topology"]:
             ranks = Topology.load(self.folder / given["topology"]).num_ranks
             environment["SYNCLINE_TOPOLOGY"] = given["topology"]

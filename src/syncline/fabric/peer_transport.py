@@ -376,7 +376,7 @@ class Selector(selectors.EpollSelector):
         """Watch a file, or serve a native transport."""
         key = super().register(fileobj, events, data)
         self._keys[key.fd] = key
-        if isinstance(fileobj, NativeTransport):
+        if isinstance(fileobj, _native.NativeTransport):
             self._native_transports.append(fileobj)
             fileobj.is_served = True
         return key
@@ -389,7 +389,7 @@ class Selector(selectors.EpollSelector):
 
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
         """Watch a file, or serve a native transport, no longer."""
-        if isinstance(fileobj, NativeTransport):
+        if isinstance(fileobj, _native.NativeTransport):
             self._native_transports.remove(fileobj)
             fileobj.is_served = False
         key = super().unregister(fileobj)
