@@ -36,7 +36,7 @@ from syncline.pytorch.divided_gradient import DividedGradient
 from syncline.pytorch.outside_gradients import OutsideGradients
 from syncline.pytorch.samples import ForwardPass, SampleCount
 from syncline.pytorch.watch import StepWatch
-from syncline.updates.bucket import Bucket, Slot
+from syncline.updates.bucket import Bucket, Slot, placed
 from syncline.updates.control import ControlStream
 from syncline.updates.private_torch import at_end_of_backward, backward_pass, tree_leaves
 from syncline.updates.report import LocalReports, PendingReport, StepReports
@@ -92,9 +92,8 @@ class GradientCollector:
         """The report of the last pass."""
         self._nodes: list[Any] = []
         self._handles: list[Any] = []
-        for bucket in self._buckets:
-            for slot, parameter in zip(bucket.plan.slots, bucket.tensors, strict=True):
-                self._hear(parameter, partial(self._on_gradient, bucket, slot, parameter))
+        for bucket, slot, parameter in placed(self._buckets):
+            self._hear(parameter, partial(self._on_gradient, bucket, slot, parameter))
         for parameter in outside.candidates:
             self._hear(parameter, partial(self._on_outside, parameter))
 
@@ -231,8 +230,7 @@ class GradientCollector:
         """See that the pass that begins writes into no gradient that the program keeps but those it adds to."""
         self._uncleared = {
             slot.position: tensor.grad
-            for bucket in self._buckets
-            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True)
+            for _, slot, tensor in placed(self._buckets)
             if tensor.grad is not None and tensor.grad.layout is torch.strided
         }
         for bucket in self._buckets:
@@ -274,10 +272,9 @@ class GradientCollector:
 
     def _drop_fired(self) -> None:
         """Drop what a pass has brought that goes no further."""
-        for bucket in self._buckets:
-            for slot, parameter in zip(bucket.plan.slots, bucket.tensors, strict=True):
-                if self._fired[slot.position]:
-                    parameter.grad = None
+        for _, slot, parameter in placed(self._buckets):
+            if self._fired[slot.position]:
+                parameter.grad = None
 
     def _on_end(self) -> None:
         self._outer_task = -1
@@ -356,13 +353,12 @@ class SparseGradients:
         """By position, where the counts of a parameter lie: its rows, then the one for dense gradients."""
         self._places: dict[int, tuple[nn.Parameter, Bucket, Slot]] = {}
         start = 0
-        for bucket in buckets:
-            for slot, parameter in zip(bucket.plan.slots, bucket.tensors, strict=True):
-                if id(parameter) in weights and len(slot.shape) > 0:
-                    stop = start + slot.shape[0] + 1
-                    self._ranges[slot.position] = slice(start, stop)
-                    self._places[slot.position] = parameter, bucket, slot
-                    start = stop
+        for bucket, slot, parameter in placed(buckets):
+            if id(parameter) in weights and len(slot.shape) > 0:
+                stop = start + slot.shape[0] + 1
+                self._ranges[slot.position] = slice(start, stop)
+                self._places[slot.position] = parameter, bucket, slot
+                start = stop
         self._counts = torch.zeros(start, dtype=torch.int32)
 
     @property

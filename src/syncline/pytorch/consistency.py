@@ -34,7 +34,7 @@ from torch import nn
 from syncline.errors import UpdateError
 from syncline.pytorch.outside_gradients import all_trained
 from syncline.pytorch.sync_batch_norm import find_layers
-from syncline.tensors.memory import bytes_of, pack, unpack
+from syncline.tensors.memory import bytes_of, pack, unpack, wide
 from syncline.updates.bucket import Bucket
 from syncline.updates.control import ControlStream
 from syncline.updates.rule import Updater
@@ -176,12 +176,8 @@ def _parameters(buckets: Sequence[Bucket]) -> Iterator[tuple[str, int, float]]:
 def _each(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, int, float]]:
     for name, tensor in named:
         flat = tensor.detach().flatten()
-        norm = float(torch.linalg.vector_norm(flat.to(_wide(flat.dtype))))
+        norm = float(torch.linalg.vector_norm(flat.to(wide(flat.dtype))))
         yield name, _checksum(pack([flat])), norm if math.isfinite(norm) else math.inf
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype.is_complex else torch.float64
 
 
 def _spell(value: Any) -> str:

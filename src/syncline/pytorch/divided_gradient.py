@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from syncline.errors import UpdateError
-from syncline.updates.bucket import Slot
+from syncline.updates.bucket import Slot, placed
+from syncline.updates.divided import DividedGradients
 from syncline.updates.private_torch import UNSCALE, tensor_without_memory
 from syncline.updates.rule import Updater
 
@@ -119,6 +120,12 @@ def _refusal(name: str) -> UpdateError:
     )
 
 
+def _combined(gradient: DividedGradient) -> DividedGradients:
+    divided = gradient.updater.divided_gradients
+    assert divided is not None, "only divided gradients are stood in for"
+    return divided
+
+
 def _norm(
     gradient: DividedGradient,
     p: Any = 2.0,
@@ -128,8 +135,7 @@ def _norm(
 ) -> torch.Tensor:
     if (dim is not None and len(_dimensions(dim)) != gradient.dim()) or keepdim:
         raise _refusal(f"A norm by rows or columns (dim={dim!r}, keepdim={keepdim})")
-    divided = gradient.updater.divided_gradients
-    assert divided is not None, "only divided gradients are stood in for"
+    divided = _combined(gradient)
     order = 2.0 if p in {"fro", None} else float(p)
     value = divided.norms(order)[gradient.slot.position]
     return value.to(gradient.device, dtype or gradient.dtype)
@@ -154,8 +160,7 @@ def _number(value: Any, name: str) -> float:
 
 
 def _multiply(gradient: DividedGradient, factor: Any) -> DividedGradient:
-    divided = gradient.updater.divided_gradients
-    assert divided is not None, "only divided gradients are stood in for"
+    divided = _combined(gradient)
     divided.scale(_number(factor, "mul_()"), (gradient.slot.position,))
     return gradient
 
@@ -171,8 +176,7 @@ def _check_and_unscale(
     gradients: Sequence[DividedGradient], found_inf: torch.Tensor, inverse_scale: torch.Tensor
 ) -> None:
     """Do what ``GradScaler`` asks: tell of infinities on any rank, and multiply all gradients."""
-    divided = gradients[0].updater.divided_gradients
-    assert divided is not None, "only divided gradients are stood in for"
+    divided = _combined(gradients[0])
     positions = [gradient.slot.position for gradient in gradients]
     if divided.has_nonfinite(positions):
         found_inf.fill_(1.0)
@@ -180,8 +184,7 @@ def _check_and_unscale(
 
 
 def _change(gradient: DividedGradient, function: Callable[[torch.Tensor], object]) -> DividedGradient:
-    divided = gradient.updater.divided_gradients
-    assert divided is not None, "only divided gradients are stood in for"
+    divided = _combined(gradient)
     divided.change(gradient.slot.position, function)
     return gradient
 
@@ -240,9 +243,7 @@ class StandIns:
         self._by_parameter: dict[nn.Parameter, DividedGradient] = {}
         if updater.divides_gradients:
             self._by_parameter = {
-                tensor: DividedGradient(tensor, slot, updater)
-                for bucket in updater.buckets
-                for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True)
+                tensor: DividedGradient(tensor, slot, updater) for _, slot, tensor in placed(updater.buckets)
             }
 
     def __bool__(self) -> bool:

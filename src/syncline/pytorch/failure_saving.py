@@ -16,17 +16,16 @@ from functools import partial
 from pathlib import Path
 
 from syncline.errors import DeadlineError, PeerLostError, SynclineError
-from syncline.fabric.slice_executor import first_tag
 from syncline.members import QuorumLostError
 from syncline.pytorch.fleet import Fleet
 from syncline.runtime.port import Port
+from syncline.updates.messaging import Mailbox, MessageStream
 
 LOSSES = (PeerLostError, QuorumLostError, DeadlineError)
 HEAR_S = 15.0
 """Connections give a silent rank up after ten seconds; and steps of different ranks do not end at once."""
 ANSWER_S = 5.0
 _ALIVE, _WRITTEN, _HEARD = range(3)
-_TEXT_BYTES = 2048
 _URGENCY = 0
 
 Told = dict[str, str | int | bool]
@@ -72,7 +71,14 @@ class _Round:
 
     def __init__(self, port: Port, stream: int, *, limit_s: float) -> None:
         self._port = port
-        self._stream = stream
+        texts = MessageStream(port, stream, urgency=_URGENCY, even_if_lost=True)
+        self._mailbox = Mailbox(
+            texts,
+            texts,
+            decode=lambda text: (json.loads(text), ()),
+            on_message=self._received,
+            on_lost=self._lost,
+        )
         self._limit_s = limit_s
         self._changed = threading.Condition()
         self._others = {rank for rank in range(port.world_size) if rank != port.rank}
@@ -111,7 +117,7 @@ class _Round:
         try:
             told: Told = {"iteration": state.iteration(), "path": str(state.write())}
         except (SynclineError, OSError) as error:
-            told = {"problem": str(error)[: _TEXT_BYTES // 8]}
+            told = {"problem": str(error)}
         self._told[_WRITTEN][self._port.rank] = told
         living = self._told[_ALIVE].keys() - self._gone
         self._port.call_soon(self._tell, _WRITTEN, told)
@@ -129,22 +135,15 @@ class _Round:
 
     def _begin(self, *, is_able: bool) -> None:
         for rank in self._others:
-            for kind in (_ALIVE, _WRITTEN, _HEARD):
-                memory = memoryview(bytearray(_TEXT_BYTES))
-                self._port.receive(
-                    rank,
-                    self._tag(kind),
-                    memory,
-                    urgency=_URGENCY,
-                    on_received=partial(self._received, rank, kind, memory),
-                    even_if_lost=True,
-                )
+            self._mailbox.listen(rank)
         self._tell(_ALIVE, {"is_able": is_able})
         self._port.watch_losses(self._lost)
 
-    def _received(self, rank: int, kind: int, memory: memoryview) -> None:
+    def _received(self, rank: int, message: tuple[int, Told]) -> None:
+        kind, told = message
+        self._mailbox.listen(rank)
         with self._changed:
-            self._told[kind][rank] = json.loads(bytes(memory).rstrip(b"\0"))
+            self._told[kind][rank] = told
             self._changed.notify_all()
         if kind == _WRITTEN:
             self._send(rank, _HEARD, {})
@@ -159,8 +158,4 @@ class _Round:
             self._send(rank, kind, told)
 
     def _send(self, rank: int, kind: int, told: Told) -> None:
-        text = json.dumps(told).encode().ljust(_TEXT_BYTES, b"\0")
-        self._port.send(rank, self._tag(kind), memoryview(bytearray(text)), urgency=_URGENCY)
-
-    def _tag(self, kind: int) -> int:
-        return first_tag(self._stream, kind, 0)
+        self._mailbox.send(rank, json.dumps([kind, told]).encode())

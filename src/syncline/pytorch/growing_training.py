@@ -28,7 +28,7 @@ from syncline.updates.bucket import Slot
 from syncline.updates.control import ControlStream
 from syncline.updates.elastic_sharded import ElasticShardedUpdater
 from syncline.updates.peer_state import HeldState
-from syncline.updates.state import decode_single, describe_state, dtype_of
+from syncline.updates.state import decode_value, describe_state
 
 PACKED_BYTES = 4 << 20
 """Smaller tensors go together in messages of about this size."""
@@ -54,10 +54,7 @@ class _SentState:
 
     def values(self, parameter: str) -> Mapping[str, Any]:
         """Return a parameter's state: a number type for what has one value for each element, else the value."""
-        state = self._catalogue.get(parameter, {})
-        return {
-            key: dtype_of(value) if isinstance(value, str) else decode_single(value[0]) for key, value in state.items()
-        }
+        return {key: decode_value(value) for key, value in self._catalogue.get(parameter, {}).items()}
 
     def fill(self, slot: Slot, key: str, start: int, target: torch.Tensor) -> None:
         """Note where elements are wanted; a newcomer wants each parameter's whole."""

@@ -11,7 +11,7 @@ import torch
 from syncline.errors import UpdateError
 from syncline.schedule import Collective
 from syncline.updates import Updater
-from syncline.updates.bucket import Bucket
+from syncline.updates.bucket import Bucket, placed
 from syncline.updates.control import every_rank
 from syncline.updates.state import StateEntry, decode_single, describe_state, dtype_of, whole_state
 
@@ -62,10 +62,9 @@ def divide_existing_state(updater: Updater) -> None:
     """Take over the state of an optimizer that has stepped before it was distributed."""
     optimizer = updater.optimizer
     state: Values = {}
-    for bucket in updater.buckets:
-        for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True):
-            if optimizer.state.get(tensor):
-                state[slot.name] = dict(optimizer.state[tensor])
+    for _, slot, tensor in placed(updater.buckets):
+        if optimizer.state.get(tensor):
+            state[slot.name] = dict(optimizer.state[tensor])
     if state:
         updater.load_state(whole_state(updater.buckets, state))
         optimizer.state.clear()
@@ -73,11 +72,7 @@ def divide_existing_state(updater: Updater) -> None:
 
 def divided_state(updater: Updater) -> Mapping[torch.Tensor, Mapping[str, Any]]:
     """Return this rank's state by model parameter: single values as they are; what other ranks have is refused."""
-    tensors = {
-        slot.name: tensor
-        for bucket in updater.buckets
-        for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True)
-    }
+    tensors = {slot.name: tensor for _, slot, tensor in placed(updater.buckets)}
     entries = updater.state_entries()
     values: dict[torch.Tensor, dict[str, Any]] = {}
     if updater.step_number or entries:
@@ -165,11 +160,7 @@ def _numbers(updater: Updater) -> dict[str, int]:
     """Return the number that torch's form gives to each parameter in a bucket."""
     every = [parameter for group in updater.optimizer.param_groups for parameter in group["params"]]
     number_of = {parameter: number for number, parameter in enumerate(every)}
-    return {
-        slot.name: number_of[tensor]
-        for bucket in updater.buckets
-        for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True)
-    }
+    return {slot.name: number_of[tensor] for _, slot, tensor in placed(updater.buckets)}
 
 
 def _second(item: tuple[str, int]) -> int:

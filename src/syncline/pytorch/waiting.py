@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from syncline.errors import UpdateError
-from syncline.updates.bucket import Bucket
+from syncline.updates.bucket import Bucket, placed
 from syncline.updates.private_torch import (
     UNVALUED_PROPERTIES,
     before_compiling,
@@ -81,10 +81,9 @@ class WaitingParameters:
     def name_of(self, alias: torch.Tensor) -> str | None:
         """Return the name of the parameter of which this is an alias without memory; None if it is none of these."""
         number = storage_number(alias)
-        for bucket in self._buckets:
-            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True):
-                if id(tensor) in self._unarrived and storage_number(self._unarrived[id(tensor)]) == number:
-                    return slot.name
+        for _, slot, tensor in placed(self._buckets):
+            if id(tensor) in self._unarrived and storage_number(self._unarrived[id(tensor)]) == number:
+                return slot.name
         return None
 
     def begin(self) -> None:

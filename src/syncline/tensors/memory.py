@@ -219,6 +219,11 @@ def _extent(tensor: torch.Tensor) -> int:
     return (sum(steps) + 1) * tensor.itemsize
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the number type in which norms of ``dtype`` are made."""
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
 def _empty(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
     with torch.inference_mode(mode=False):  # memory that is kept must not belong to an inference
         return torch.empty(num_elements, dtype=dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -273,6 +273,13 @@ class Bucket:
         self.parameters = self.gradients = self.wire_parameters = self.wire_gradients = self.stepped = nothing
         self.parameter_copy = self.gradient_copy = None
         self._shown, self._places = None, ()
+
+
+def placed(buckets: Iterable[Bucket]) -> Iterator[tuple[Bucket, Slot, torch.nn.Parameter]]:
+    """Yield each parameter with its bucket and its place there."""
+    for bucket in buckets:
+        for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True):
+            yield bucket, slot, tensor
 
 
 def plan_buckets(entries: Sequence[ParameterEntry], *, bucket_bytes: int) -> tuple[BucketPlan, ...]:

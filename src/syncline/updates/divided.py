@@ -17,6 +17,7 @@ import torch
 
 from syncline.errors import UpdateError
 from syncline.runtime.work import Work
+from syncline.tensors.memory import wide
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.control import every_rank
@@ -284,7 +285,7 @@ class DividedGradients:
                 if segment.is_spare:
                     continue
                 position = segment.slot.position
-                part = torch.linalg.vector_norm(gradient, norm_type, dtype=_wide(gradient.dtype)).cpu()
+                part = torch.linalg.vector_norm(gradient, norm_type, dtype=wide(gradient.dtype)).cpu()
                 part = part * abs(self._scales[position])
                 if math.isinf(norm_type):
                     powers[position] = torch.maximum(powers[position], part)
@@ -295,7 +296,3 @@ class DividedGradients:
 
 def _places(kept: Sequence[bool]) -> Iterator[int]:
     return (position for position, is_kept in enumerate(kept) if is_kept)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype.is_complex else torch.float64

@@ -24,7 +24,7 @@ import torch
 
 from syncline.members import LOSSES
 from syncline.priorities.tuner import ClassTuner
-from syncline.updates.bucket import Bucket
+from syncline.updates.bucket import Bucket, placed
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.divided import DividedGradients
@@ -353,8 +353,7 @@ class WholeUpdater(Updater):
         """Return what of the whole state this rank saves."""
         return [
             entry
-            for bucket in self.buckets
-            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True)
+            for _, slot, tensor in placed(self.buckets)
             for entry in parameter_entries(slot, self._saved(self.optimizer.state.get(tensor, {})))
         ]
 
@@ -365,11 +364,10 @@ class WholeUpdater(Updater):
     def load_state(self, source: StateSource) -> None:
         """Take the whole state."""
         self.optimizer.state.clear()
-        for bucket in self.buckets:
-            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True):
-                state = load_parameter_state(source, slot, tensor)
-                if state:
-                    self.optimizer.state[tensor] = state
+        for _, slot, tensor in placed(self.buckets):
+            state = load_parameter_state(source, slot, tensor)
+            if state:
+                self.optimizer.state[tensor] = state
 
 
 class UpdateRule(Protocol):

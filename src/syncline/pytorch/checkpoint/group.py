@@ -20,7 +20,7 @@ from syncline.pytorch.flatten import plan_model, trained_parameters
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.training import Training
-from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Slot
+from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Slot, placed
 from syncline.updates.control import every_rank
 from syncline.updates.state import StateEntry, StateSource, load_parameter_state, parameter_entries, state_of_rank
 
@@ -232,7 +232,7 @@ class FleetCheckpointGroup(CheckpointGroup):
     def places(self) -> list[tuple[Slot, nn.Parameter]]:
         """The place of each trained parameter now."""
         buckets = self.training.updater.buckets
-        return [pair for bucket in buckets for pair in zip(bucket.plan.slots, bucket.tensors, strict=True)]
+        return [(slot, tensor) for _, slot, tensor in placed(buckets)]
 
     def entries(self) -> list[StateEntry]:
         """Return the optimizer state that this rank owns."""

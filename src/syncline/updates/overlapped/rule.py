@@ -10,7 +10,7 @@ import torch
 
 from syncline.arguments import Count, Whole, check_fields
 from syncline.errors import ConfigurationError, UpdateError
-from syncline.updates.bucket import Bucket
+from syncline.updates.bucket import Bucket, placed
 from syncline.updates.combinations import OF_INDEPENDENT_RANKS, Combination, one_gateway
 from syncline.updates.overlapped.link import BucketLayout, Feed
 from syncline.updates.overlapped.placement import DEDICATED, ServerLayout, place_shards, server_ranks
@@ -311,7 +311,6 @@ class OverlappedUpdater(WholeUpdater):
 
     def _show_gradients(self) -> None:
         """Let the optimizer see what others have for parameters without an own gradient."""
-        for bucket in self.buckets:
-            for slot, tensor in zip(bucket.plan.slots, bucket.tensors, strict=True):
-                if tensor.grad is None and bool(bucket.gradient(slot).any()):
-                    tensor.grad = bucket.shown_gradient(slot)
+        for bucket, slot, tensor in placed(self.buckets):
+            if tensor.grad is None and bool(bucket.gradient(slot).any()):
+                tensor.grad = bucket.shown_gradient(slot)

@@ -21,6 +21,7 @@ from syncline.errors import UpdateError
 from syncline.runtime.work import Work
 from syncline.runtime.worker_thread import WorkerThread
 from syncline.schedule import Collective
+from syncline.tensors.memory import wide
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.control import ControlStream
@@ -197,5 +198,4 @@ def _wait(works: Sequence[Work]) -> None:
 
 
 def _square(part: torch.Tensor) -> float:
-    wide = torch.complex128 if part.is_complex() else torch.float64
-    return float(torch.linalg.vector_norm(part, dtype=wide).abs()) ** 2
+    return float(torch.linalg.vector_norm(part, dtype=wide(part.dtype)).abs()) ** 2
