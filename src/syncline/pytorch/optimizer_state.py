@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn
 
@@ -13,7 +12,7 @@ from syncline.schedule import Collective
 from syncline.updates import Updater
 from syncline.updates.bucket import Bucket, placed
 from syncline.updates.control import every_rank
-from syncline.updates.state import StateEntry, decode_single, describe_state, dtype_of, whole_state
+from syncline.updates.state import StateEntry, decode_single, describe_state, dtype_of, joined_catalogues, whole_state
 
 Values = dict[str, dict[str, Any]]
 
@@ -28,10 +27,8 @@ def gather_state(updater: Updater) -> dict[int, Any]:
 def collect_state(updater: Updater) -> Values:
     """Return the state of each parameter, by name, on every rank; a collective, in ``optimizer.state_dict()`` alone."""
     entries = updater.state_entries()
-    catalogue: dict[str, dict[str, Any]] = defaultdict(dict)
-    for part in updater.collectives.control.all_gather(describe_state(entries), every_rank("optimizer.state_dict()")):
-        for name, keys in part.items():
-            catalogue[name].update(keys)
+    told = updater.collectives.control.all_gather(describe_state(entries), every_rank("optimizer.state_dict()"))
+    catalogue = joined_catalogues(told)
     state: Values = {name: _singles(keys) for name, keys in catalogue.items()}
     for bucket in updater.buckets:
         for key, dtype in _divided_keys(bucket, catalogue):

@@ -54,9 +54,7 @@ class ElasticShardedUpdater(ShardedUpdater):
     """The sharded update at work on one model of an elastic job; parameters are final when ``step()`` returns."""
 
     def __init__(self, setting: Setting, *, whole_parameters: bool, portions: Portions) -> None:
-        super().__init__(
-            setting, whole_parameters=whole_parameters, overlap_forward=False, portions=portions, has_meter=False
-        )
+        super().__init__(setting, whole_parameters=whole_parameters, overlap_forward=False, portions=portions)
         assert setting.recover is not None and setting.start_commit is not None, "the job is elastic"  # noqa: PT018
         self._recover, self._start_commit = setting.recover, setting.start_commit
         self._kept = [torch.empty_like(bucket.wire_gradients) for bucket in self.buckets]

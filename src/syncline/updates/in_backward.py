@@ -66,7 +66,6 @@ class InBackwardUpdater(ShardedUpdater):
             whole_parameters=whole_parameters,
             overlap_forward=overlap_forward,
             portions=portions,
-            has_meter=False,
         )
 
     @property

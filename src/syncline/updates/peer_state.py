@@ -20,7 +20,7 @@ from syncline.errors import UpdateError
 from syncline.tensors.memory import aligned, bytes_of
 from syncline.updates.bucket import Slot
 from syncline.updates.control import ControlStream
-from syncline.updates.state import StateEntry, copied, decode_value, describe_state
+from syncline.updates.state import StateEntry, copied, decode_value, describe_state, joined_catalogues
 
 BESIDE = "~"
 """Keys that begin so are no optimizer state."""
@@ -231,10 +231,10 @@ def redistribute(
     """
     catalogue = describe_state(entry for one in held for entry in one.entries())
     told = control.all_gather(([one.part for one in held], catalogue), label)
-    kinds: dict[str, dict[str, Any]] = defaultdict(dict)
-    for _, keys in told:
-        for name, values in keys.items():
-            kinds[name].update({key: decode_value(value) for key, value in values.items()})
+    kinds = {
+        name: {key: decode_value(value) for key, value in values.items()}
+        for name, values in joined_catalogues(keys for _, keys in told).items()
+    }
     plan = plan_redistribution([[StatePart(*part) for part in parts] for parts, _ in told], wanted, distance=distance)
     if plan.missing:
         raise StateLostError(plan.missing)

@@ -232,7 +232,6 @@ class ShardedUpdater(Updater):
         whole_parameters: bool,
         overlap_forward: bool,
         portions: Portions,
-        has_meter: bool = True,
     ) -> None:
         super().__init__(setting)
         self._whole_parameters, self._portions = whole_parameters, portions
@@ -251,7 +250,7 @@ class ShardedUpdater(Updater):
         )
         self._ready = Readiness(len(self.buckets), self._waiting)
         self._thread = WorkerThread(f"syncline-update-{self.collectives.rank}", on_failure=self._fail)
-        if overlap_forward and has_meter:
+        if overlap_forward and not self.steps_in_backward:
             setting.tuner.tune(self._ready)
 
     @property

@@ -22,6 +22,14 @@ def describe_state(entries: Iterable[StateEntry]) -> dict[str, dict[str, Any]]:
     return catalogue
 
 
+def joined_catalogues(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return what all ranks have, of what :func:`describe_state` has said on each."""
+    joined: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, keys in (one for part in parts for one in part.items()):
+        joined[name].update(keys)
+    return joined
+
+
 def encode_single(entry: StateEntry) -> dict[str, Any]:
     """Return a state value that is not divided in a form that JSON can say."""
     value = entry.value

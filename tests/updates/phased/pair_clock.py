@@ -166,7 +166,7 @@ class PairClock:
                 self._later(seconds, self._computed, side, phase)
 
     def _obey(self, side: Side, instructions: list[Instruction]) -> None:
-        side.most_held = max(side.most_held, len(side.phases.held_stages))
+        side.most_held = max(side.most_held, len(side.phases.held))
         for one in instructions:
             side.done.append(one)
             self._begin(side, one) if isinstance(one, Spill | Fetch | Forget | Remove) else self._do(side, one)

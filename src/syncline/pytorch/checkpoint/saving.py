@@ -21,7 +21,7 @@ from syncline.pytorch.checkpoint.background import CheckpointWork, writer_of
 from syncline.pytorch.checkpoint.group import CheckpointGroup, Together, again_if_members_change, checkpoint_group_of
 from syncline.pytorch.checkpoint.state import SavedState, Stateful, encode_parts
 from syncline.pytorch.optimizer import DistributedOptimizer
-from syncline.updates.state import StateEntry, describe_state
+from syncline.updates.state import StateEntry, describe_state, joined_catalogues
 
 _SAVE = "save_checkpoint()"
 
@@ -252,10 +252,8 @@ def _complete(snapshot: _Snapshot, parts: list[dict[str, Any]]) -> None:
         "files": {name: sums for part in parts for name, sums in part["files"].items()},
     }
     if content["optimizer"] is not None:
-        catalogue: dict[str, dict[str, Any]] = {}
-        for name, keys in (one for part in parts for one in part["catalogue"].items()):
-            catalogue.setdefault(name, {"state": {}})["state"].update(keys)
-        content["optimizer"]["state"] = catalogue
+        catalogue = joined_catalogues(part["catalogue"] for part in parts)
+        content["optimizer"]["state"] = {name: {"state": keys} for name, keys in catalogue.items()}
     manifest = CheckpointManifest.model_validate(content)
     write_index(folder, manifest.records)
     write_manifest(folder, manifest)

@@ -20,20 +20,18 @@ from syncline.updates.clustered.messages import Clusters, Participants
 # that is highest-random-weight hashing (Thaler and Ravishankar, 1998).
 
 
-def draw_order(job: str, term: int, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return ``ranks`` in the order in which they are to serve in ``term``."""
-    return _draw_order(job, term, tuple(ranks))
+@lru_cache(maxsize=1024)
+def draw_order(job: str, term: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Return ``ranks`` in the order in which they are to serve in ``term``.
+
+    Each message that a rank hears asks for it, of a cluster that may have hundreds of ranks.
+    """
+    return tuple(sorted(ranks, key=lambda rank: (_ticket(job, term, rank), rank)))
 
 
 def draw_server(job: str, term: int, ranks: Sequence[int], dead: Collection[int]) -> int | None:
     """Return the temporary server of a cluster in ``term``; None if all its ranks are dead."""
-    return successor(draw_order(job, term, ranks), dead)
-
-
-@lru_cache(maxsize=1024)
-def _draw_order(job: str, term: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Each message that a rank hears asks for the order, of a cluster that may have hundreds of ranks."""
-    return tuple(sorted(ranks, key=lambda rank: (_ticket(job, term, rank), rank)))
+    return successor(draw_order(job, term, tuple(ranks)), dead)
 
 
 def _ticket(job: str, term: int, rank: int) -> bytes:

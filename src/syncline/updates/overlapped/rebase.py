@@ -33,6 +33,7 @@ import torch
 
 from syncline.updates.bucket import Bucket
 from syncline.updates.overlapped.worker import Use
+from syncline.updates.state import copied
 
 # What the global gradient of an iteration will be, while it is still on its way: for the rule "rebase".
 #
@@ -201,7 +202,7 @@ class Rebase:
         for base, bucket in zip(self._parameters, self._buckets, strict=True):
             base.copy_(bucket.parameters)
         self._state = {
-            tensor: {key: _copied(value) for key, value in self._optimizer.state[tensor].items()}
+            tensor: {key: copied(value) for key, value in self._optimizer.state[tensor].items()}
             for bucket in self._buckets
             for tensor in bucket.tensors
             if tensor in self._optimizer.state
@@ -265,7 +266,7 @@ class Rebase:
                 if tensor in self._state:
                     state = self._state[tensor]
                     self._optimizer.state[tensor] = (
-                        {key: _copied(value) for key, value in state.items()} if keeps else state
+                        {key: copied(value) for key, value in state.items()} if keeps else state
                     )
                 else:
                     self._optimizer.state.pop(tensor, None)
@@ -304,7 +305,3 @@ class _Part:
 def _means(runs_of_buckets: Sequence[Runs]) -> list[Runs]:
     """Return the mean over each run in place of its sum."""
     return [[(values / count, count) for values, count in runs] for runs in runs_of_buckets]
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value

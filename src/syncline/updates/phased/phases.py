@@ -107,12 +107,14 @@ class Phases:
         self.step = step
         """Training passes that were begun."""
         self._defers_updates, self._keeps_versions = defers_updates, keeps_versions
-        self._own = tuple(range(side, num_stages, 2))
+        self.own_stages = tuple(range(side, num_stages, 2))
+        """The stages that are computed here."""
         self._queue: deque[Phase] = deque()
         self._kind = Pass.TRAIN
         self._num_micros = 1
         self._computing: Phase | None = None
-        self._held: dict[int, _Held] = {}
+        self.held: dict[int, _Held] = {}
+        """The stages that have memory now."""
         self._deferred: dict[int, int] = {}
         """Stages whose gradients are stored until they are updated, and the step of that."""
         self._num_reduced = self._num_stored = self._num_begun = 0
@@ -122,12 +124,7 @@ class Phases:
 
     def __repr__(self) -> str:
         doing = f"computes {self._computing}" if self._computing else f"waits for {self.awaited() or 'nothing'}"
-        return f"<Phases of side {self.side}: {doing}; holds stages {sorted(self._held)}>"
-
-    @property
-    def own_stages(self) -> tuple[int, ...]:
-        """The stages that are computed here."""
-        return self._own
+        return f"<Phases of side {self.side}: {doing}; holds stages {sorted(self.held)}>"
 
     @property
     def is_idle(self) -> bool:
@@ -137,21 +134,16 @@ class Phases:
     @property
     def is_settled(self) -> bool:
         """Whether, besides, every update is over and stored, and on all ranks where versions are kept."""
-        busy = (held.is_waiting_for_update or held.is_updated or held.is_unsaved for held in self._held.values())
+        busy = (held.is_waiting_for_update or held.is_updated or held.is_unsaved for held in self.held.values())
         is_committed = self._committed == self.step or not self._keeps_versions
         return self.is_idle and not self._deferred and not any(busy) and is_committed
-
-    @property
-    def held_stages(self) -> tuple[int, ...]:
-        """The stages that have memory now."""
-        return tuple(sorted(self._held))
 
     def awaited(self) -> list[str]:
         """Say what the next phase waits for, in words that follow "waits for"."""
         if self._computing is not None or not self._queue:
             return []
         phase = self._queue[0]
-        held = self._held.get(phase.stage)
+        held = self.held.get(phase.stage)
         reasons = []
         if not self.inputs.has_arrived(phase):
             reasons.append("input")
@@ -182,17 +174,17 @@ class Phases:
         assert self.inputs.is_empty, "what was sent for a pass is used in it"
         self._kind, self._num_micros = kind, num_micros
         last = self.num_stages - 1
-        visits = [(Kind.FORWARD, stage) for stage in self._own if kind is Pass.EVALUATE or stage != last]
+        visits = [(Kind.FORWARD, stage) for stage in self.own_stages if kind is Pass.EVALUATE or stage != last]
         if kind is Pass.TRAIN:
             self.step += 1
-            visits += [(Kind.LOSS, last)] if last in self._own else []
-            visits += [(Kind.BACKWARD, stage) for stage in reversed(self._own) if stage != last]
+            visits += [(Kind.LOSS, last)] if last in self.own_stages else []
+            visits += [(Kind.BACKWARD, stage) for stage in reversed(self.own_stages) if stage != last]
         self._queue.extend(Phase(what, stage, micro) for what, stage in visits for micro in range(num_micros))
         return self._go_on()
 
     def loaded(self, stage: int) -> list[Instruction]:
         """Take note that the parameters of ``stage`` are in memory."""
-        self._held[stage].is_loaded = True
+        self.held[stage].is_loaded = True
         return self._go_on()
 
     def arrived(self, phase: Phase, num_bytes: int = 0) -> list[Instruction]:
@@ -213,7 +205,7 @@ class Phases:
         """Take note that ``phase`` is computed."""
         assert phase == self._computing, f"{phase} was not asked for"
         self._computing = None
-        held = self._held[phase.stage]
+        held = self.held[phase.stage]
         held.is_computed_on = False
         is_forward = phase.kind is Kind.FORWARD
         following = _after(phase, self._kind, self.num_stages)
@@ -227,15 +219,15 @@ class Phases:
     def reduced(self, stage: int) -> list[Instruction]:
         """Take note that this rank's shard of the gradients of ``stage`` is complete."""
         if not self._defers_updates:
-            self._held[stage].is_reduced = True
+            self.held[stage].is_reduced = True
             return self._go_on()
-        self._num_reduced = (self._num_reduced + 1) % len(self._own)
+        self._num_reduced = (self._num_reduced + 1) % len(self.own_stages)
         self._is_norm_known = False  # the updates of the step before are over: its parameters were computed with
         return [StoreGradients(stage), *([] if self._num_reduced else [SumNorm()]), *self._go_on()]
 
     def gradients_stored(self, stage: int) -> list[Instruction]:
         """Take note that this rank's shard of the gradients of ``stage`` is in its file."""
-        held = self._held[stage]
+        held = self.held[stage]
         held.is_waiting_for_update = False
         self._deferred[stage] = held.step
         return self._go_on()
@@ -247,25 +239,25 @@ class Phases:
 
     def gradients_loaded(self, stage: int) -> list[Instruction]:
         """Take note that this rank's shard of the gradients of ``stage`` is in memory again."""
-        self._held[stage].is_reduced = True
+        self.held[stage].is_reduced = True
         return self._go_on()
 
     def state_loaded(self, stage: int) -> list[Instruction]:
         """Take note that the state of ``stage`` is in memory."""
-        self._held[stage].has_state = True
+        self.held[stage].has_state = True
         return self._go_on()
 
     def updated(self, stage: int) -> list[Instruction]:
         """Take note that the new parameters of ``stage`` are complete."""
-        held = self._held[stage]
+        held = self.held[stage]
         held.is_updated = held.is_reduced = held.has_state = False
         held.is_waiting_for_store = True
         return self._go_on()
 
     def stored(self, stage: int) -> list[Instruction]:
         """Take note that parameters and state of ``stage`` are in their files."""
-        self._held[stage].is_stored = False
-        self._num_stored = (self._num_stored + 1) % len(self._own)
+        self.held[stage].is_stored = False
+        self._num_stored = (self._num_stored + 1) % len(self.own_stages)
         is_whole = self._keeps_versions and not self._num_stored
         return [*([Commit(self._committed + 1)] if is_whole else []), *self._go_on()]
 
@@ -285,14 +277,14 @@ class Phases:
 
     def _coming_stages(self) -> list[int]:
         upcoming = [phase.stage for phase in self._upcoming()]
-        return [*upcoming, *sorted(self._deferred), *self._own]  # another pass begins with the first stages
+        return [*upcoming, *sorted(self._deferred), *self.own_stages]  # another pass begins with the first stages
 
     def _upcoming(self) -> list[Phase]:
         return [*([self._computing] if self._computing is not None else []), *self._queue]
 
     def _go_on(self) -> list[Instruction]:
         instructions: list[Instruction] = []
-        for stage, held in self._held.items():
+        for stage, held in self.held.items():
             if held.can_be_updated and (self._is_norm_known or not self._defers_updates):
                 held.is_waiting_for_update = False
                 held.is_updated = True
@@ -308,7 +300,7 @@ class Phases:
         if self._computing is not None or not self._queue:
             return []
         phase = self._queue[0]
-        held = self._held.get(phase.stage)
+        held = self.held.get(phase.stage)
         if held is None or not self._is_up_to_date(phase, held) or not self.inputs.is_ready(phase):
             return []
         self._computing = self._queue.popleft()
@@ -326,17 +318,15 @@ class Phases:
         instructions: list[Instruction] = []
         wanted = self.wanted()
         for stage in wanted:
-            if stage in self._held:
+            if stage in self.held:
                 continue
-            if len(self._held) == self.max_stages:
-                idle = next(
-                    (old for old, held in self._held.items() if old not in wanted and held.can_be_dropped), None
-                )
+            if len(self.held) == self.max_stages:
+                idle = next((old for old, held in self.held.items() if old not in wanted and held.can_be_dropped), None)
                 if idle is None:
                     break
-                del self._held[idle]
+                del self.held[idle]
                 instructions.append(Drop(idle))
-            self._held[stage] = _Held()
+            self.held[stage] = _Held()
             instructions.append(Load(stage))
         return instructions
 
@@ -348,10 +338,10 @@ class Phases:
         """
         instructions: list[Instruction] = []
         for stage in sorted(self.wanted()) if self._deferred else ():
-            held = self._held.get(stage)
-            is_next = stage in self._deferred and stage == self._own[self._num_begun]
+            held = self.held.get(stage)
+            is_next = stage in self._deferred and stage == self.own_stages[self._num_begun]
             if is_next and held is not None and held.can_be_dropped:
-                self._num_begun = (self._num_begun + 1) % len(self._own)
+                self._num_begun = (self._num_begun + 1) % len(self.own_stages)
                 held.is_waiting_for_update, held.step = True, self._deferred.pop(stage)
                 instructions += [LoadState(stage), LoadGradients(stage)]
         return instructions
