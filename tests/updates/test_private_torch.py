@@ -173,12 +173,19 @@ def test_a_scaler_steps_an_optimizer_without_gradients_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("kind", ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"])
-def test_state_hooks_are_those_that_were_registered(kind: private_torch.StateHookKind) -> None:
+def test_state_hooks_are_called_that_were_registered_and_may_change_the_state(
+    kind: private_torch.StateHookKind,
+) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    hooks = [lambda *_: None, lambda *_: None]
-    for hook in hooks:
-        getattr(optimizer, f"register_{kind}_hook")(hook)
-    assert private_torch.state_hooks(optimizer, kind) == hooks
+    seen: list[tuple[object, ...]] = []
+    register = getattr(optimizer, f"register_{kind}_hook")
+    register(lambda *given: seen.append(given))
+    register(lambda *given: {"changed": True})
+    register(lambda *given: seen.append(given))
+    given = () if kind in {"state_dict_pre", "load_state_dict_post"} else ({"state": 1},)
+    changed = private_torch.call_state_hooks(optimizer, kind, *given)
+    assert seen == [(optimizer, *given), (optimizer, *([{"changed": True}] if given else []))]
+    assert changed == ({"changed": True} if given else {})
 
 
 def test_properties_without_a_value_are_those_of_tensors() -> None:

@@ -23,7 +23,7 @@ from syncline.pytorch.optimizer_state import divided_state
 from syncline.pytorch.training import Training
 from syncline.runtime.control import Tally
 from syncline.runtime.failures import STEP
-from syncline.updates.private_torch import call_with_step_hooks, note_step, state_hooks
+from syncline.updates.private_torch import call_state_hooks, call_with_step_hooks, note_step
 
 
 class Growing(Protocol):
@@ -387,13 +387,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._check_state_is_here()
         self.synchronize()
-        for hook in state_hooks(self, "state_dict_pre"):
-            hook(self)
-        whole = self.training.calls.state_dict()
-        for hook in state_hooks(self, "state_dict_post"):
-            changed = hook(self, whole)
-            whole = whole if changed is None else changed
-        return whole
+        call_state_hooks(self, "state_dict_pre")
+        return call_state_hooks(self, "state_dict_post", self.training.calls.state_dict())
 
     @checked
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -408,17 +403,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._check_state_is_here()
         self.synchronize()
-        given = dict(state_dict)
-        for hook in state_hooks(self, "load_state_dict_pre"):
-            changed = hook(self, given)
-            given = given if changed is None else changed
+        given = call_state_hooks(self, "load_state_dict_pre", dict(state_dict))
         if not {"state", "param_groups"} <= given.keys():
             raise UpdateError(
                 f"state_dict must have state and param_groups, as optimizer.state_dict() returns them, not {given!r}"
             )
         self.training.calls.load_state_dict(given)
-        for hook in state_hooks(self, "load_state_dict_post"):
-            hook(self)
+        call_state_hooks(self, "load_state_dict_post")
 
     def _check_state_is_here(self) -> None:
         """Raise :class:`UpdateError` where ranks that have left would be needed."""

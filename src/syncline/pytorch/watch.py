@@ -149,12 +149,10 @@ class StepWatch:
         if self._has_told_empty or not report.is_empty or self._rank != self._ranks[0]:
             return
         self._has_told_empty = True
-        warnings.warn(
+        _warn(
             f"Step {number} changed nothing, as no rank had run a backward pass of some weight before it: no gradient "
             "reached a parameter that was given to distribute() (was the module called that was given? was backward() "
             "called on what it returned?), or batch_size() said 0 everywhere",
-            SynclineWarning,
-            stacklevel=2,
         )
 
     def _warn_of_unequal_batches(self, sizes: Sequence[float]) -> None:
@@ -163,12 +161,10 @@ class StepWatch:
         if self._has_told_sizes or len(known) < 2 or self._rank != self._ranks[0]:
             return
         self._has_told_sizes = True
-        warnings.warn(
+        _warn(
             f"The ranks' batches differ ({min(known):g} to {max(known):g} samples), and each rank counts alike, as "
             'in DistributedDataParallel; distribute(..., samples="batch") or syncline.batch_size(n) weighs by '
             "samples, samples=lambda *_, **__: 1 says that it is meant so",
-            SynclineWarning,
-            stacklevel=2,
         )
 
     def _warn_of_nonfinite(self, places: Sequence[int], number: int) -> None:
@@ -178,11 +174,9 @@ class StepWatch:
             return
         self._has_warned = True
         if self._rank in {*began, self._ranks[0]}:
-            warnings.warn(
+            _warn(
                 f"{self._origin(places, number)}; the step was made with it, as in DDP. Look at that rank's batch and "
                 "loss; torch.autograd.set_detect_anomaly(True) finds the operation",
-                SynclineWarning,
-                stacklevel=2,
             )
 
     def _heard_by(self, number: int) -> NonfiniteOrigin | None:
@@ -214,13 +208,15 @@ class StepWatch:
                 having.setdefault(batches, []).append(rank)
         for equal in having.values():
             if len(equal) > 1:
-                warnings.warn(
+                _warn(
                     f"{name_ranks(equal).capitalize()} were given the same first batches, bit for bit, so they compute "
                     "the same gradients; give each rank a part of the data of its own: "
                     "DataLoader(dataset, sampler=syncline.data.sampler(dataset)), or another seed on each rank",
-                    SynclineWarning,
-                    stacklevel=2,
                 )
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, SynclineWarning, stacklevel=3)
 
 
 def _digest_of(leaves: Sequence[Any]) -> int:

@@ -316,12 +316,16 @@ def let_scalers_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
-def state_hooks(optimizer: torch.optim.Optimizer, kind: StateHookKind) -> list[Callable[..., Any]]:
-    """Return what ``register_state_dict_pre_hook`` and its three like were given, in order.
+def call_state_hooks(optimizer: torch.optim.Optimizer, kind: StateHookKind, *state: dict[str, Any]) -> dict[str, Any]:
+    """Call what ``register_state_dict_pre_hook`` and its three like were given, in order; return the changed ``state``.
 
     Whoever writes a ``state_dict()`` of their own has to call these, and PyTorch has no function that does.
     """
-    return list(getattr(optimizer, f"_optimizer_{kind}_hooks").values())
+    for hook in list(getattr(optimizer, f"_optimizer_{kind}_hooks").values()):
+        changed = hook(optimizer, *state)
+        if state and changed is not None:
+            state = (changed,)
+    return state[0] if state else {}
 
 
 def default_store() -> Any:

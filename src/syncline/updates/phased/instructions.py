@@ -34,52 +34,45 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class StageInstruction:
+    """What is to be done with ``stage``."""
+
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseInstruction:
+    """What is to be done with ``phase``, or with what was sent for it."""
+
+    phase: Phase
+
+
+class Load(StageInstruction):
     """Give ``stage`` memory, and read its parameters into it."""
 
-    stage: int
 
-
-@dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(StageInstruction):
     """Take the memory of ``stage`` away."""
 
-    stage: int
 
-
-@dataclass(frozen=True, slots=True)
-class LoadState:
+class LoadState(StageInstruction):
     """Read this rank's optimizer state of ``stage``."""
 
-    stage: int
 
-
-@dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(PhaseInstruction):
     """Compute ``phase``; one at a time."""
 
-    phase: Phase
 
-
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(PhaseInstruction):
     """Send what was computed to the partner, which needs it for ``phase``."""
 
-    phase: Phase
 
-
-@dataclass(frozen=True, slots=True)
-class Reduce:
+class Reduce(StageInstruction):
     """Reduce-scatter the gradients of ``stage`` among the ranks of this side."""
 
-    stage: int
 
-
-@dataclass(frozen=True, slots=True)
-class StoreGradients:
+class StoreGradients(StageInstruction):
     """Write this rank's shard of the gradients of ``stage``, and free their memory."""
-
-    stage: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,25 +80,16 @@ class SumNorm:
     """Sum the squares of all gradients over all ranks: those of this rank are complete."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadGradients:
+class LoadGradients(StageInstruction):
     """Read this rank's shard of the gradients of ``stage``."""
 
-    stage: int
 
-
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(StageInstruction):
     """Step this rank's shard of ``stage``, and gather the others'."""
 
-    stage: int
 
-
-@dataclass(frozen=True, slots=True)
-class Store:
+class Store(StageInstruction):
     """Write parameters and state of ``stage``."""
-
-    stage: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,49 +99,20 @@ class Commit:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class Spill:
+class Spill(PhaseInstruction):
     """Write what was sent for ``phase``; it stays in memory meanwhile."""
 
-    phase: Phase
 
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(PhaseInstruction):
     """Read what was sent for ``phase``, and was spilled."""
 
-    phase: Phase
 
-
-@dataclass(frozen=True, slots=True)
-class Forget:
+class Forget(PhaseInstruction):
     """Free the memory of what was sent for ``phase``."""
 
-    phase: Phase
 
-
-@dataclass(frozen=True, slots=True)
-class Remove:
+class Remove(PhaseInstruction):
     """Free the storage of what was sent for ``phase``."""
 
-    phase: Phase
 
-
-Instruction = (
-    Load
-    | Drop
-    | LoadState
-    | Compute
-    | Send
-    | Reduce
-    | StoreGradients
-    | SumNorm
-    | LoadGradients
-    | Update
-    | Store
-    | Commit
-    | Spill
-    | Fetch
-    | Forget
-    | Remove
-)
+Instruction = StageInstruction | PhaseInstruction | SumNorm | Commit
