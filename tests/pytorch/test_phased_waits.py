@@ -44,7 +44,7 @@ def test_every_change_of_the_machine_is_told_to_those_who_wait(run_fleets: Any) 
         driver = trainer._driver
         phases = driver._phases
         with driver._changed:  # all stages have room, so nothing more happens until the first call
-            assert driver._changed.wait_for(lambda: all(held.is_final for held in phases._held.values()), 60)
+            assert driver._changed.wait_for(lambda: all(held.is_final for held in phases.held.values()), 60)
         condition = driver._changed = WatchedCondition(lambda: f"{phases!r}, settled: {phases.is_settled}")
         fleet.barrier()  # nobody sends before both are watched
         for step in make_batches(2, 1):

@@ -207,7 +207,8 @@ def _after(number: int, callback: Done) -> Done:
     return call
 
 
-# Records as text: frozen dataclasses of numbers, texts and tuples in JSON, without their payload, and back.
+# Records as text: frozen dataclasses of numbers, texts, tuples and of each other in JSON, without their payload, and
+# back: what a record within another comes back as is a tuple of its fields.
 
 PAYLOAD_FIELD = "payload"
 """What is not in the text."""
@@ -217,7 +218,8 @@ def encode_record(record: Any, **beside: object) -> bytes:
     """Return a record as text; ``beside`` goes with it."""
     names = [field.name for field in dataclasses.fields(record) if field.name != PAYLOAD_FIELD]
     fields = {name: getattr(record, name) for name in names}
-    return json.dumps([type(record).__name__, fields, beside], separators=(",", ":")).encode()
+    content = [type(record).__name__, fields, beside]
+    return json.dumps(content, separators=(",", ":"), default=dataclasses.astuple).encode()
 
 
 def decode_record(text: bytes, kinds: Iterable[type], what: str) -> tuple[Any, dict[str, Any]]:

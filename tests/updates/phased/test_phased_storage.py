@@ -213,7 +213,7 @@ def test_a_message_describes_what_follows() -> None:
         phase=Phase(Kind.BACKWARD, 3, 5),
         kind=Pass.TRAIN,
         number=17,
-        tensors=(torch.zeros(2, 3, dtype=torch.bfloat16), None, torch.tensor(1.0)),
+        payload=(torch.zeros(2, 3, dtype=torch.bfloat16), None, torch.tensor(1.0)),
         is_tuple=True,
         num_samples=2.5,
         share=0.3,
@@ -227,7 +227,7 @@ def test_a_message_describes_what_follows() -> None:
     assert (found.is_tuple, found.num_samples, found.share, found.loss) == (True, 2.5, 0.3, 0.1)
     assert found.part == Part(2, 3, 7)
     assert found.num_bytes == 16
-    assert [None if one is None else (one.dtype, tuple(one.shape)) for one in found.tensors] == [
+    assert [None if one is None else (one.dtype, tuple(one.shape)) for one in found.payload] == [
         (torch.bfloat16, (2, 3)),
         None,
         (torch.float32, ()),

@@ -6,11 +6,10 @@ together. What only one of them was given is not compared.
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from syncline.errors import UpdateError
 from syncline.fabric.slice_executor import NUM_SLICES
 from syncline.runtime.port import Port
 from syncline.tensors.memory import bytes_of
-from syncline.updates.messaging import Mailbox, MessageStream
+from syncline.updates.messaging import Mailbox, MessageStream, decode_record, encode_record
 from syncline.updates.phased.instructions import Pass
 from syncline.updates.private_torch import tree_leaves
 
@@ -61,18 +60,11 @@ class Note:
     def encode(self) -> bytes:
         """Return the note as it travels."""
         given = {name: (text[:MAX_TEXT], checksum) for name, (text, checksum) in self.given.items()}
-        return json.dumps({"kind": self.kind.value, "given": given}).encode()
-
-    @classmethod
-    def decode(cls, text: bytes) -> Note:
-        """Return the note that a text holds."""
-        fields = json.loads(text)
-        given = {name: (text, checksum) for name, (text, checksum) in fields["given"].items()}
-        return cls(kind=Pass(fields["kind"]), given=given)
+        return encode_record(replace(self, given=given))
 
     def differs_in(self, other: Note) -> list[str]:
         """Return what both were given, but not the same; nothing if they made different calls."""
-        if self.kind is not other.kind:
+        if self.kind != other.kind:
             return []  # which is told by who takes the next message
         return [name for name in self.given if name in other.given and self.given[name][1] != other.given[name][1]]
 
@@ -136,7 +128,7 @@ class BatchCheck:
             self._compare(text)
 
     def _compare(self, text: bytes) -> None:
-        own, theirs = self._own.popleft(), Note.decode(text)
+        own, (theirs, _) = self._own.popleft(), decode_record(text, (Note,), "a pair")
         names = own.differs_in(theirs)
         if names:
             self._found = self._error(self.num_compared + 1, own, theirs, names)

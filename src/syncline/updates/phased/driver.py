@@ -379,7 +379,7 @@ class PairDriver(Driver):
     def _send(self, message: Message) -> None:
         """Send what was computed, which nobody changes any more; with the lock held."""
         self._num_unsent += 1
-        payloads = [bytes_of(tensor) for tensor in message.tensors if tensor is not None]
+        payloads = [bytes_of(tensor) for tensor in message.payload if tensor is not None]
         sent = partial(self._on_sent, message, self._trace.now_ns())
         self._port.call_soon(self._mailbox.send, self._setting.partner, message.encode(), payloads, sent)
 

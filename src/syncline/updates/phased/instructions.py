@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 
-class Kind(Enum):
+class Kind(StrEnum):
     """What is done with a stage in a phase."""
 
     FORWARD = "forward"
@@ -14,7 +14,7 @@ class Kind(Enum):
     BACKWARD = "backward"
 
 
-class Pass(Enum):
+class Pass(StrEnum):
     """What all phases together do: a training step, or a forward pass alone."""
 
     TRAIN = "step"

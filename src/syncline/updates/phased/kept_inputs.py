@@ -12,14 +12,14 @@ message that is arriving: with that, no budget is too small to go on.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
 
 from syncline.tensors.memory import bytes_of
+from syncline.updates.messaging import decode_record, encode_record
 from syncline.updates.phased.instructions import Fetch, Forget, Instruction, Kind, Pass, Phase, Remove, Spill
 from syncline.updates.phased.micro_batches import WHOLE, Part
 from syncline.updates.phased.stage_store import StageStore
@@ -34,7 +34,7 @@ class Message:
     kind: Pass
     number: int
     """Which pass it belongs to."""
-    tensors: tuple[torch.Tensor | None, ...]
+    payload: tuple[torch.Tensor | None, ...] = ()
     """Outputs of the stage before, or gradients of the own outputs; None is a gradient that is zero."""
     is_tuple: bool
     """Whether the outputs were a tuple; a single tensor is not."""
@@ -55,40 +55,26 @@ class Message:
     @property
     def num_bytes(self) -> int:
         """Memory of all its tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors if tensor is not None)
+        return sum(tensor.nbytes for tensor in self.payload if tensor is not None)
 
     def encode(self) -> bytes:
         """Return the text."""
-        fields = {
-            "phase": [self.phase.kind.value, self.phase.stage, self.phase.micro],
-            "kind": self.kind.value,
-            "number": self.number,
-            "tensors": [None if one is None else [str(one.dtype)[6:], *one.shape] for one in self.tensors],
-            "is_tuple": self.is_tuple,
-            "num_samples": self.num_samples,
-            "share": self.share.hex(),
-            "part": [self.part.start, self.part.stop, self.part.total],
-            "loss": None if self.loss is None else self.loss.hex(),
-        }
-        return json.dumps(fields).encode()
+        described = [None if one is None else [str(one.dtype)[6:], *one.shape] for one in self.payload]
+        return encode_record(self, tensors=described)
 
 
 def decode(text: bytes) -> tuple[Message, list[memoryview]]:
     """Return the message that a text describes, its tensors not filled yet, and their memory."""
-    fields = json.loads(text)
-    kind, stage, micro = fields["phase"]
-    message = Message(
+    told, beside = decode_record(text, (Message,), "phased execution")
+    kind, stage, micro = told.phase
+    message: Message = replace(
+        told,
         phase=Phase(Kind(kind), stage, micro),
-        kind=Pass(fields["kind"]),
-        number=fields["number"],
-        tensors=tuple(None if one is None else _make(one) for one in fields["tensors"]),
-        is_tuple=fields["is_tuple"],
-        num_samples=fields["num_samples"],
-        share=float.fromhex(fields["share"]),
-        part=Part(*fields["part"]),
-        loss=None if fields["loss"] is None else float.fromhex(fields["loss"]),
+        kind=Pass(told.kind),
+        part=Part(*told.part),
+        payload=tuple(None if one is None else _make(one) for one in beside["tensors"]),
     )
-    return message, [bytes_of(tensor) for tensor in message.tensors if tensor is not None]
+    return message, [bytes_of(tensor) for tensor in message.payload if tensor is not None]
 
 
 def _make(described: Sequence[int | str]) -> torch.Tensor:
@@ -142,7 +128,7 @@ def _file_name(name: Phase) -> str:
 
 
 def _tensors(message: Message) -> dict[str, torch.Tensor]:
-    return {str(place): tensor for place, tensor in enumerate(message.tensors) if tensor is not None}
+    return {str(place): tensor for place, tensor in enumerate(message.payload) if tensor is not None}
 
 
 NUM_NEXT = 2

@@ -300,7 +300,7 @@ class PhaseWork:
             phase=Phase(Kind.LOSS if is_loss else Kind.FORWARD, stage.number + 1, phase.micro),
             kind=current.kind,
             number=current.number,
-            tensors=own_memory(outputs.tensors, kept),
+            payload=own_memory(outputs.tensors, kept),
             is_tuple=outputs.is_tuple,
             num_samples=current.num_samples,
             share=share,
@@ -318,7 +318,7 @@ class PhaseWork:
             loss, gradients = self._computer.loss_phase(stage, given, targets, share=message.share)
             current.loss = loss + (current.loss or 0.0)
         else:
-            gradients = self._computer.backward(stage, phase.micro, given, message.tensors)
+            gradients = self._computer.backward(stage, phase.micro, given, message.payload)
         if phase.micro == len(current.micros) - 1:
             self._end_visit(stage, current)
         if stage.number == 0:
@@ -327,7 +327,7 @@ class PhaseWork:
             phase=Phase(Kind.BACKWARD, stage.number - 1, phase.micro),
             kind=current.kind,
             number=current.number,
-            tensors=tuple(None if one is None else one.contiguous() for one in gradients),
+            payload=tuple(None if one is None else one.contiguous() for one in gradients),
             is_tuple=message.is_tuple,
             num_samples=current.num_samples,
             share=message.share,
@@ -351,7 +351,7 @@ class PhaseWork:
 
 
 def _given(message: Message) -> Given:
-    tensors = [tensor for tensor in message.tensors if tensor is not None]
+    tensors = [tensor for tensor in message.payload if tensor is not None]
     return Given.received(tensors, is_tuple=message.is_tuple)
 
 
