@@ -20,7 +20,6 @@ from torch import nn
 
 from syncline.errors import UpdateError
 from syncline.updates.bucket import Slot, placed
-from syncline.updates.divided import DividedGradients
 from syncline.updates.private_torch import UNSCALE, tensor_without_memory
 from syncline.updates.rule import Updater
 
@@ -120,12 +119,6 @@ def _refusal(name: str) -> UpdateError:
     )
 
 
-def _combined(gradient: DividedGradient) -> DividedGradients:
-    divided = gradient.updater.divided_gradients
-    assert divided is not None, "only divided gradients are stood in for"
-    return divided
-
-
 def _norm(
     gradient: DividedGradient,
     p: Any = 2.0,
@@ -135,7 +128,8 @@ def _norm(
 ) -> torch.Tensor:
     if (dim is not None and len(_dimensions(dim)) != gradient.dim()) or keepdim:
         raise _refusal(f"A norm by rows or columns (dim={dim!r}, keepdim={keepdim})")
-    divided = _combined(gradient)
+    divided = gradient.updater.divided_gradients
+    assert divided is not None, "only divided gradients are stood in for"
     order = 2.0 if p in {"fro", None} else float(p)
     value = divided.norms(order)[gradient.slot.position]
     return value.to(gradient.device, dtype or gradient.dtype)
@@ -160,7 +154,8 @@ def _number(value: Any, name: str) -> float:
 
 
 def _multiply(gradient: DividedGradient, factor: Any) -> DividedGradient:
-    divided = _combined(gradient)
+    divided = gradient.updater.divided_gradients
+    assert divided is not None, "only divided gradients are stood in for"
     divided.scale(_number(factor, "mul_()"), (gradient.slot.position,))
     return gradient
 
@@ -176,7 +171,8 @@ def _check_and_unscale(
     gradients: Sequence[DividedGradient], found_inf: torch.Tensor, inverse_scale: torch.Tensor
 ) -> None:
     """Do what ``GradScaler`` asks: tell of infinities on any rank, and multiply all gradients."""
-    divided = _combined(gradients[0])
+    divided = gradients[0].updater.divided_gradients
+    assert divided is not None, "only divided gradients are stood in for"
     positions = [gradient.slot.position for gradient in gradients]
     if divided.has_nonfinite(positions):
         found_inf.fill_(1.0)
@@ -184,7 +180,8 @@ def _check_and_unscale(
 
 
 def _change(gradient: DividedGradient, function: Callable[[torch.Tensor], object]) -> DividedGradient:
-    divided = _combined(gradient)
+    divided = gradient.updater.divided_gradients
+    assert divided is not None, "only divided gradients are stood in for"
     divided.change(gradient.slot.position, function)
     return gradient
 
