@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import syncline
 from syncline.backend.calls import GroupCalls
 from syncline.fabric.frames import MEMORY_CLASS
-from syncline.runtime.shared_memory.segment import has_futex
+from syncline.runtime.shared_memory.opening import can_share
 
 gather_all = getattr(functional, "all_gather_single", functional.all_gather_tensor)  # from PyTorch 2.13 on
 reduce_parts = getattr(functional, "reduce_scatter_single", functional.reduce_scatter_tensor)
@@ -284,7 +284,7 @@ def many_at_once() -> None:
 def in_shared_memory() -> None:
     """Small calls that are waited for, in a segment of the group's own."""
     pair = dist.new_group([0, 2])
-    if RANK == 1 or not has_futex():
+    if RANK == 1 or not can_share(2):
         return
     for number in range(3):
         value = torch.full((10,), float(RANK + number))

@@ -1,6 +1,7 @@
 """How many calls of Python, in how many files, lead to compiled code: from a gradient, and from a group's all_reduce.
 
-What every message costs is these calls, whatever its size and number type. Ranks have no memory in common here.
+What every message costs is these calls, whatever its size and number type. Where ranks have memory in common, a call
+that is made again needs fewer.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from thread_groups import run_groups
 
 import syncline
 from syncline.pytorch.fleet import Fleet
+from syncline.runtime.shared_memory.opening import can_share
 from syncline.topology import Topology
-from thread_fleets import run_over_tcp
+from thread_fleets import run_fleets, run_over_tcp
 
 pytest.importorskip("syncline.fabric._native", reason="nothing compiled is there to be called")
 
 SOURCE = str(Path(syncline.__file__).parent)
 MOST_CALLS, MOST_FILES = 8, 6
+MOST_CALLS_AGAIN = 3
 HAND_OVER = "call_soon_threadsafe"
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 OTHERS = (
@@ -44,9 +47,10 @@ SUMS = (*FLOATS, *OTHERS, torch.uint32, torch.int64, torch.uint64)
 
 
 class Depths:
-    """The calls of the package that led to compiled code that runs slices, for each time that it was called."""
+    """The calls of the package that led to compiled code, by default what runs slices, each time that it was called."""
 
-    def __init__(self) -> None:
+    def __init__(self, compiled: str = "start") -> None:
+        self._compiled = compiled
         self._before = threading.local()
         self.paths: list[tuple[CodeType, ...]] = []
 
@@ -67,7 +71,7 @@ class Depths:
 
     def _profile(self, frame: FrameType, event: str, called: Any) -> None:
         is_compiled = event == "c_call" and type(getattr(called, "__self__", None)).__name__.startswith("pybind11")
-        if is_compiled and called.__name__ == "start":
+        if is_compiled and called.__name__ == self._compiled:
             self.paths.append(self._here(frame))
 
     @contextmanager
@@ -118,6 +122,32 @@ def test_a_groups_all_reduce_is_near_compiled_code(monkeypatch: pytest.MonkeyPat
     assert all(path[1].co_name == "allreduce" for path in found)
     assert len(found) == 2 * (len(SUMS) + 1)
     check(found)
+
+
+@pytest.mark.skipif(not can_share(2), reason="this platform has no segment")
+def test_calls_that_are_made_again_in_shared_memory_are_nearer(monkeypatch: pytest.MonkeyPatch) -> None:
+    depths = Depths("make")
+
+    def body(group: Any) -> None:
+        sums = dist.AllreduceOptions()
+        sums.asyncOp = False
+        meets = dist.BarrierOptions()
+        meets.asyncOp = False
+        for _ in range(3):
+            group.allreduce([torch.ones(1000)], sums).wait()
+            group.barrier(opts=meets).wait()
+
+    def body_of_fleet(fleet: Fleet) -> None:
+        assert fleet.communicator.open_segment()
+        for _ in range(3):
+            fleet.all_reduce(torch.ones(1000))
+            fleet.barrier()
+
+    with depths.watched(monkeypatch):
+        run_groups(2, body)
+        run_fleets(2, body_of_fleet)
+    assert len(depths.paths) == 2 * (3 + 3) * 2
+    assert {len(path) for path in depths.paths} <= {2, MOST_CALLS_AGAIN}
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -13,7 +13,7 @@ from small_racks import RACKS
 from syncline.errors import PeerLostError
 from syncline.fabric import MEMORY_CLASS
 from syncline.runtime import Communicator
-from syncline.runtime.shared_memory.segment import has_futex
+from syncline.runtime.shared_memory.opening import can_share
 from syncline.tensors.collectives import TensorCollectives
 from syncline.topology import Topology
 
@@ -151,7 +151,7 @@ def uplinks(communicator: Communicator) -> Counter[str]:
     )
 
 
-@pytest.mark.skipif(not has_futex(), reason="this platform has no segment")
+@pytest.mark.skipif(not can_share(2), reason="this platform has no segment")
 def test_small_calls_that_are_awaited_are_made_in_shared_memory(run_ranks: Any) -> None:
     """All twenty of them, up to 64 KiB; and the engine makes what follows in the same order on all ranks."""
 

@@ -9,11 +9,11 @@ import torch
 
 import syncline
 from syncline.pytorch.fleet import Fleet
-from syncline.runtime.shared_memory.segment import has_futex
+from syncline.runtime.shared_memory.opening import can_share
 from syncline.topology import Topology
 from syncline.updates import UpdateRule
 
-pytestmark = pytest.mark.skipif(not has_futex(), reason="this platform has no segment")
+pytestmark = pytest.mark.skipif(not can_share(2), reason="this platform has no segment")
 
 NUM_STEPS = 6
 BUCKET_BYTES = 1 << 14

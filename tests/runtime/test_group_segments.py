@@ -9,9 +9,9 @@ import pytest
 from syncline.errors import DeadlineError, PeerLostError
 from syncline.fabric.memory import MemoryFabric
 from syncline.runtime import numpy_reduction
-from syncline.runtime.shared_memory.segment import has_futex
+from syncline.runtime.shared_memory.opening import can_share
 
-pytestmark = pytest.mark.skipif(not has_futex(), reason="this platform has no segment")
+pytestmark = pytest.mark.skipif(not can_share(2), reason="this platform has no segment")
 
 FLOAT32 = numpy_reduction("float32")
 

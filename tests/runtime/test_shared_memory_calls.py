@@ -13,9 +13,9 @@ from syncline.errors import DeadlineError, FabricClosedError, FabricError, Misma
 from syncline.observe import Trace
 from syncline.runtime import numpy_reduction
 from syncline.runtime.reduction import DTYPES
-from syncline.runtime.shared_memory.segment import has_futex
+from syncline.runtime.shared_memory.opening import can_share
 
-pytestmark = pytest.mark.skipif(not has_futex(), reason="this platform has no segment")
+pytestmark = pytest.mark.skipif(not can_share(2), reason="this platform has no segment")
 
 FLOAT32 = numpy_reduction("float32")
 
@@ -250,20 +250,20 @@ def test_one_rank_that_does_not_want_a_segment_decides_for_all(in_memory):
 
 
 def test_a_segment_that_cannot_be_opened_is_none_for_all(in_memory, monkeypatch):
-    from syncline.runtime.shared_memory import segment
+    from syncline.runtime.shared_memory import opening
 
     def refuse(ticket, *, rank, world_size):
         if rank == 1:
             raise PermissionError("planted")
         return original(ticket, rank=rank, world_size=world_size)
 
-    original = segment.open_segment
-    monkeypatch.setattr(segment, "open_segment", refuse)
+    original = opening.open_segment
+    monkeypatch.setattr(opening, "open_segment", refuse)
     assert on_all(in_memory(3), lambda each: each.open_segment()) == [False] * 3
 
 
 def test_a_ticket_for_something_else_opens_nothing(tmp_path):
-    from syncline.runtime.shared_memory.segment import SegmentFile, open_segment
+    from syncline.runtime.shared_memory.opening import SegmentFile, open_segment
 
     file = SegmentFile(2)
     ticket = file.ticket

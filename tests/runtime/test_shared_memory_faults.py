@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from rank_scripts import run_struck
-from syncline.runtime.shared_memory.segment import has_futex
+from syncline.runtime.shared_memory.opening import can_share
 
-pytestmark = pytest.mark.skipif(not has_futex(), reason="this platform has no segment")
+pytestmark = pytest.mark.skipif(not can_share(2), reason="this platform has no segment")
 
 VICTIM = 2
 

@@ -8,11 +8,11 @@ from segment_ranks import on_all
 
 from syncline.errors import DeadlineError, FabricClosedError, MismatchError, PeerLostError
 from syncline.runtime import numpy_reduction
-from syncline.runtime.shared_memory.segment import has_futex
+from syncline.runtime.shared_memory.opening import can_share
 from syncline.schedule import Collective, Layout, layout_of_step, plan_sharded_step, plan_tree
 from syncline.topology import Topology
 
-pytestmark = pytest.mark.skipif(not has_futex(), reason="this platform has no segment")
+pytestmark = pytest.mark.skipif(not can_share(2), reason="this platform has no segment")
 
 FLOAT32 = numpy_reduction("float32")
 STREAM, OTHER_STREAM = 9, 11

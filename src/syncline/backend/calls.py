@@ -19,9 +19,9 @@ from syncline.backend.group_state import GroupState
 from syncline.backend.signatures import takes_torch_names
 from syncline.errors import ConfigurationError
 from syncline.runtime.call import BasicSettings
-from syncline.tensors.collectives import TensorCollectives
+from syncline.tensors.collectives import BARRIER, TensorCollectives
 from syncline.tensors.reductions import ReduceOp
-from syncline.tensors.work import TensorWork
+from syncline.tensors.work import OVER, TensorWork
 from syncline.updates.private_torch import uncompiled
 
 Tensors = Sequence[torch.Tensor]
@@ -84,6 +84,9 @@ class GroupCalls:
         """Reduce a tensor over all ranks, in place; several become what is made of all of them, as with gloo."""
         several, settings = _list(tensors, "allreduce"), _settings(opts, c10d.AllreduceOptions)
         collectives, op, how = self.state.collectives, settings.reduceOp, self._count(settings)
+        kept = collectives.find_kept(several[0], op.op) if how["is_awaited"] and len(several) == 1 else None
+        if kept is not None and kept.make(several[0], how["timeout_s"]):
+            return self._begun(OVER, several)
         if len(several) > 1:
             work = collectives.all_reduce_several(several, op, **how)
         elif several[0].layout is not torch.strided:
@@ -219,8 +222,11 @@ class GroupCalls:
         before = self.state.under_way
         if not settings.asyncOp:
             before.wait(self.state.choose_timeout_s(settings.timeout))
-        joined = before.all()
-        work = self.state.collectives.barrier(**self._count(settings))
+        joined, how = before.all(), self._count(settings)
+        kept = None if settings.asyncOp or joined else self.state.collectives.find_kept(BARRIER, "barrier")
+        if kept is not None and kept.make(BARRIER, how["timeout_s"]):
+            return self._begun(OVER, [])
+        work = self.state.collectives.barrier(**how)
         return self._begun(TensorWork.together([*joined, work]) if joined else work, [], settings)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:

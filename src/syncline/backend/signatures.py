@@ -25,6 +25,7 @@ from syncline.updates.private_torch import at_end_of_backward, is_in_node, is_pr
 
 _SETTINGS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 """How options name what the bindings take by itself."""
+_OPTIONS = {"opts"}
 _BARRIER_TENSOR = torch.empty(1)
 """Barriers of PyTorch take one, by whose device they find their backend."""
 
@@ -53,6 +54,8 @@ def takes_torch_names(name: str, method: Callable[..., Any], num_data: int) -> C
         run = recorded if is_profiled() else traced if communicator.trace.enabled else method
         if not named and len(values) <= num_data + 1:
             return run(self, *values)
+        if len(values) == num_data and named.keys() == _OPTIONS:  # as torch calls a barrier
+            return run(self, *values, named["opts"])
         for names in overloads:
             rest = names[len(values) :]
             if len(values) <= len(names) and named.keys() <= set(rest):

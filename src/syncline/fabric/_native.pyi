@@ -130,6 +130,30 @@ class CallRun:
     def awaited_peers(self) -> set[int]: ...
     def open_peers(self) -> set[int]: ...
 
+class SumOrder:
+    def __init__(self, dtype: str, op: str, steps: Sequence[int], num_ranks: int) -> None: ...
+
+class Segment:
+    number: int
+
+    def __init__(self, memory: memoryview, *, rank: int, num_ranks: int, payload_bytes: int, spin_s: float) -> None: ...
+    def progress(self, rank: int) -> int:
+        """Return how far ``rank`` is: 2n when it has begun call n, 2n + 1 when it is done with it."""
+    def has_header(self, rank: int, number: int, signature: int) -> bool:
+        """Whether ``rank``, which has begun call ``number``, put it up here, with this signature."""
+    def is_free(self, number: int) -> bool:
+        """Whether nobody reads any more what this rank put up where call ``number`` would be."""
+    def put_up(self, number: int, signature: int) -> None:
+        """Tell everyone that this rank has begun call ``number``, and that its payload is there."""
+    def pass_by(self, number: int) -> None:
+        """Tell everyone that this rank makes call ``number`` elsewhere."""
+    def finish(self, number: int) -> None:
+        """Tell everyone, without haste, that this rank reads nothing more of call ``number``."""
+    def wait(self, rank: int, seen: int, timeout_s: float) -> None:
+        """Sleep until the progress of ``rank`` is no longer ``seen``, at most ``timeout_s``, or for no reason."""
+    def make(self, signature: int, order: SumOrder, address: int, num_bytes: int) -> bool | None:
+        """Make the next call, if the others come soon; False where they do not, None where nothing has begun."""
+
 class NativeTransport:
     tells_drained: bool
     is_served: bool

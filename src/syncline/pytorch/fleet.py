@@ -23,7 +23,7 @@ from syncline.runtime import Communicator, FleetStatistics
 from syncline.runtime.call import CallSettings
 from syncline.runtime.control import Tally
 from syncline.runtime.failures import STEP
-from syncline.tensors.collectives import TensorCollectives
+from syncline.tensors.collectives import BARRIER, TensorCollectives
 from syncline.tensors.reductions import Operation
 from syncline.tensors.work import PendingCalls, TensorWork
 from syncline.topology import Topology
@@ -157,9 +157,11 @@ class Fleet(FabricPlace):
         >>> value
         tensor([1., 2.])
         """
-        return self._end(
-            self._collectives.all_reduce(tensor, op, weight=weight, is_awaited=not async_op), async_op=async_op
-        )
+        kept = self._collectives.find_kept(tensor, op) if weight is None and not async_op else None
+        if kept is not None and kept.make(tensor):
+            return None
+        work = self._collectives.all_reduce(tensor, op, weight=weight, is_awaited=not async_op)
+        return self._end(work, async_op=async_op)
 
     @checked
     def reduce(
@@ -279,7 +281,9 @@ class Fleet(FabricPlace):
         >>> fleet.barrier()
         """
         self._under_way.wait()
-        self.communicator.barrier(is_awaited=True).wait()
+        kept = self._collectives.find_kept(BARRIER, "barrier")
+        if kept is None or not kept.make(BARRIER):
+            self.communicator.barrier(is_awaited=True).wait()
 
     def statistics(self) -> FleetStatistics:
         """Return a frozen record of what was moved, how long was waited, and what each model's update rule counts.

@@ -28,13 +28,13 @@ from syncline.runtime.call import BasicSettings, Call, CallSettings, CollectiveC
 from syncline.runtime.control import Failure, Tally
 from syncline.runtime.engine import Engine
 from syncline.runtime.failures import CRASH, LOSSES, PEER_LOST, reason_of
-from syncline.runtime.flight_recorder import FlightRecorder
+from syncline.runtime.flight_recorder import CallRecord, FlightRecorder
 from syncline.runtime.loop import CommunicationLoop
 from syncline.runtime.plans import Planner, Plans, Target
 from syncline.runtime.port import Port
 from syncline.runtime.reduction import Reduction, numpy_reduction
 from syncline.runtime.relay import GroupFabric, Relay, place_in_job
-from syncline.runtime.shared_memory import EngineLinks, SharedMemoryCollectives, open_together
+from syncline.runtime.shared_memory import EngineLinks, KeptCall, SharedMemoryCollectives, open_together
 from syncline.runtime.statistics import FleetStatistics, take_statistics
 from syncline.runtime.watching import ANSWER_S, Watching
 from syncline.runtime.work import Work
@@ -204,11 +204,8 @@ class Communicator:
         With ``is_awaited`` this may take as long as the call itself: the caller would wait for it anyway.
         """
         self._loop.check_process()  # what is made in shared memory needs no loop
-        work = Work(call.what, timeout_s=call.timeout_s, loop=self._loop, progress=self.progress)
-        work.record = self._recorder.note(call, self.members)
+        work = self._work_of(call, self._note(call))
         is_awaited = is_awaited and not self._loop.is_current()
-        if not self._loop.is_current():
-            self.progress.touch()
         if (segment := self._shared_memory.get(call.stream)) is not None:
             segment.submit(call, work, is_awaited=is_awaited)
         else:
@@ -218,6 +215,16 @@ class Communicator:
                 clock.call_soon_threadsafe(self._engine.submit, call, work)
             except RuntimeError as error:
                 raise self._loop.stopped(error) from error
+        return work
+
+    def _note(self, call: Call) -> CallRecord:
+        if not self._loop.is_current():
+            self.progress.touch()
+        return self._recorder.note(call, self.members)
+
+    def _work_of(self, call: Call, record: CallRecord) -> Work:
+        work = Work(call.what, timeout_s=call.timeout_s, loop=self._loop, progress=self.progress)
+        work.record = record
         return work
 
     def begin_work(self, label: str) -> Work:
@@ -266,6 +273,29 @@ class Communicator:
             elements=settings.get("elements", ""),
         )
         return self.submit(call, is_awaited=settings.get("is_awaited", False))
+
+    def keep(
+        self,
+        num_bytes: int,
+        reduction: Reduction,
+        *,
+        view: Callable[[Any], memoryview],
+        finish: Callable[[Any], object] | None = None,
+        **settings: Unpack[CallSettings],
+    ) -> KeptCall | None:
+        """Prepare all-reduces of one kind, for threads that wait; None where they are not made in shared memory.
+
+        ``view`` returns the bytes of what :meth:`KeptCall.make` is given; ``finish`` is told of it when it is a sum.
+        """
+        made = self._shared_memory.get(self.user_stream)
+        if made is None:
+            return None
+        schedule, itemsize = self.plan(Collective.ALL_REDUCE, num_bytes), reduction.itemsize
+        common = self.basic_settings(schedule.collective.value, settings)
+        layout = self._plans.layout(schedule, num_bytes // itemsize, itemsize)
+        op = settings.get("op", "")
+        kind = partial(CollectiveCall, **common, schedule=schedule, layout=layout, reduction=reduction, op=op)
+        return made.keep(kind, num_bytes, view=view, finish=finish)
 
     def _tell_plan(self, schedule: Schedule, num_bytes: int) -> None:
         """Let the trace have what the model says of a schedule, once for each size, and of what bounds it."""
@@ -347,11 +377,24 @@ class Communicator:
         others = (rank for rank in range(self.world_size) if rank != self.rank)
         segment = open_together(self, is_able=is_wanted and all(map(self._fabric.is_local, others)))
         if segment is not None:
-            links = link_engine(self._loop, self._engine, self._fabric)
-            made = SharedMemoryCollectives(segment, links, trace=self.trace, is_for_all=stream is not None)
+            made = SharedMemoryCollectives(
+                segment, self._link_engine(), trace=self.trace, is_for_all=stream is not None
+            )
             self._shared_memory[self.user_stream if stream is None else stream] = made
             self._relay.handlers.append(made.on_lost)
         return segment is not None
+
+    def _link_engine(self) -> EngineLinks:
+        loop, engine = self._loop, self._engine
+        return EngineLinks(
+            note=self._note,
+            begin=self._work_of,
+            start=partial(loop.call_soon, engine.submit),
+            has_failed=lambda: engine.failure is not None,
+            late=lambda *about: loop.call_soon(engine.late, *about),
+            crash=lambda error: loop.call_soon(engine.crash, error),
+            stalls=self._fabric.stalls,
+        )
 
     @checked
     def open_port(self, name: str) -> Port:
@@ -537,17 +580,6 @@ class Communicator:
         self.trace.flush()
         if self._on_close is not None:
             self._on_close()
-
-
-def link_engine(loop: CommunicationLoop, engine: Engine, fabric: Fabric) -> EngineLinks:
-    """Return the ways to ``engine``, which lives on ``loop``, for any thread."""
-    return EngineLinks(
-        start=partial(loop.call_soon, engine.submit),
-        has_failed=lambda: engine.failure is not None,
-        late=lambda *about: loop.call_soon(engine.late, *about),
-        crash=lambda error: loop.call_soon(engine.crash, error),
-        stalls=fabric.stalls,
-    )
 
 
 class ConnectionClasses:

@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
-from typing import Protocol, Unpack
+from typing import Any, Literal, Protocol, Unpack
 
 import torch
+import torch.distributed as dist
 
 from syncline.errors import ConfigurationError
 from syncline.runtime.call import BasicSettings, CallSettings
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.direct import start_direct
+from syncline.runtime.shared_memory import KeptCall
 from syncline.schedule import Collective
 from syncline.tensors.device_copies import refuse_capture
 from syncline.tensors.memory import (
@@ -39,6 +41,10 @@ from syncline.tensors.work import TensorWork
 
 Tensors = Sequence[torch.Tensor]
 
+BARRIER = torch.zeros(1, dtype=torch.uint8, device="cpu")
+"""What is summed in a barrier that is made at once; nobody reads the sum."""
+MOST_KEPT = 256
+"""Kinds of calls."""
 RELEASE_GRACE_S = 5.0
 """So much longer the others wait in a monitored barrier, so that they hear from its root who was missing."""
 
@@ -89,6 +95,40 @@ class TensorCollectives:
         self._staged = staged
         self.other_way: OtherReductions | None = None
         self._start_direct = partial(start_direct, communicator)
+        self._kept: dict[tuple[torch.dtype, int, object], KeptCall | None] = {}
+        self._kept_for = communicator.topology
+
+    def find_kept(
+        self, tensor: torch.Tensor, op: Operation | dist.ReduceOp.RedOpType | Literal["barrier"]
+    ) -> KeptCall | None:
+        """Return what makes an all-reduce like this at once, in memory that the ranks share; None: it cannot be.
+
+        It is for callers that wait. ``op`` "barrier" stands for one of :data:`BARRIER`.
+        """
+        if self.other_way is not None or not self._communicator.has_segment:
+            return None
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+            return None
+        if self._kept_for is not self._communicator.topology or len(self._kept) > MOST_KEPT:
+            self._kept, self._kept_for = {}, self._communicator.topology
+        key = tensor.dtype, tensor.nbytes, op
+        try:
+            kept = self._kept[key]
+        except KeyError:
+            kept = self._kept[key] = self._keep(*key)
+        return kept if is_plain(tensor) else None
+
+    def _keep(self, dtype: torch.dtype, num_bytes: int, op: Any) -> KeptCall | None:
+        is_barrier = op == "barrier"
+        try:
+            reduction = reduction_of("sum" if is_barrier else op, dtype, self._num_ranks)
+        except ConfigurationError:  # which the call itself tells, in its words
+            return None
+        if not num_bytes or reduction.prepare is not None:
+            return None
+        about: CallSettings = {"label": "barrier"} if is_barrier else {"op": reduction.meaning}
+        adds, finish = reduction.reduction, reduction.finish
+        return self._communicator.keep(num_bytes, adds, view=bytes_of, finish=finish, **about)
 
     # What all ranks bring becomes one.
 

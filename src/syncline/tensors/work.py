@@ -61,6 +61,10 @@ class TensorWork:
         return cls([work for part in parts for work in part.works], finish_all)
 
 
+OVER = TensorWork(())
+"""That of a call that was over when it returned."""
+
+
 class PendingCalls:
     """The calls of a group for which nobody has waited yet: its barriers join them. Any thread may add and take."""
 

@@ -23,6 +23,7 @@ void bind_codec(pybind11::module_& module);
 void bind_grants(pybind11::module_& module);
 void bind_transport(pybind11::module_& module);
 void bind_slices(pybind11::module_& module);
+void bind_segment(pybind11::module_& module);
 
 // A Python buffer, which stays where it is as long as the memory is held; `flags` as PyObject_GetBuffer takes them.
 inline Memory memory_of(const pybind11::handle& object, int flags) {

@@ -1,7 +1,8 @@
 // What the transport asks of the machine that it runs on: sockets, which of them are ready, and the time.
 //
 // This is the seam at which a simulation takes the machine's place (`tests/simulation/virtual_kernel.py`): besides
-// `process_memory.cpp`, nothing else here asks the machine for anything. Each transport has a kernel of its own.
+// `process_memory.cpp`, and what shares memory with other processes and is no part of a transport, nothing else here
+// asks the machine for anything. Each transport has a kernel of its own.
 #pragma once
 
 #include <sys/epoll.h>

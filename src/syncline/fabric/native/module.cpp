@@ -12,4 +12,5 @@ PYBIND11_MODULE(_native, module) {
     syncline::bind_grants(module);
     syncline::bind_transport(module);
     syncline::bind_slices(module);
+    syncline::bind_segment(module);
 }

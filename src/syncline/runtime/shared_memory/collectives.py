@@ -19,31 +19,42 @@ has read what was put up, and no half-written buffer.
 says that it is done with n (:meth:`Segment.is_free`); otherwise the rank passes by. Nobody's own buffer is ever read by
 others, so a call that is over, well or not, has no reader left.
 
-**Nothing is read too early.** Payload, slot header and progress are stored in this order, each word by one aligned
-store of eight bytes, and read in the reverse order. x86-64 keeps the order of stores and that of loads (a large copy
-that goes around the caches ends with a fence), which is why there is no such segment on other processors.
+**Nothing is read too early.** Payload, slot header and progress are stored in this order, each word by one store with
+release, and read in the reverse order by loads with acquire (``fabric/native/segment.hpp``).
 
 **Nobody sleeps for ever.** A rank that waits for the progress of another sleeps on that very word, which only its owner
 writes, and who wakes its sleepers after the store. It also looks up every LOOK_S, for a failure that only its own
 communication thread can see: a rank that was killed or went silent, an error that another rank told.
+
+**A call like one before** needs nothing of this rank but its contribution: compiled code puts it up, looks for the
+others for a moment, and adds (:class:`KeptCall`). Where they have not come by then, the rule above takes over.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
 
 from syncline.errors import FabricClosedError
 from syncline.fabric import PeerStalls
 from syncline.observe import NullTrace, Trace
 from syncline.runtime.call import Call, CollectiveCall, trace_call
+from syncline.runtime.flight_recorder import CallRecord
+from syncline.runtime.shared_memory.opening import PAYLOAD_BYTES
 from syncline.runtime.shared_memory.operation import Operation, Part, Parts
-from syncline.runtime.shared_memory.segment import Segment
 from syncline.runtime.work import Work
+
+if TYPE_CHECKING:
+    from syncline.fabric._native import SumOrder
+    from syncline.runtime.shared_memory.segment import Segment
 
 LOOK_S = 0.05
 
@@ -97,10 +108,18 @@ def missing(segment: Segment, others: list[int], number: int) -> list[int]:
     return [rank for rank in others if segment.progress(rank) < 2 * number]
 
 
+_BLANK = memoryview(mmap.mmap(-1, PAYLOAD_BYTES))
+"""What a call has for a buffer that is not made yet; nothing is written there, so it is no memory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLinks:
     """What the collectives need from around it; all may be called from any thread."""
 
+    note: Callable[[Call], CallRecord]
+    """Take note of a call that begins."""
+    begin: Callable[[Call, CallRecord], Work]
+    """Return the work of a call that somebody waits for."""
     start: Callable[[Call, Work, int], None]
     """Hand a call to the engine, after what it was handed before; so many were made here since."""
     has_failed: Callable[[], bool]
@@ -147,7 +166,6 @@ class SharedMemoryCollectives:
         """Held for moments: while calls are numbered, put up, and handed over in the order of their numbers."""
         self._turn = threading.Lock()
         """Held by the thread that meets the others."""
-        self._number = 0
         self._num_skipped = 0
         """Calls made here since the last one that was handed over."""
         self._meeting: _PutUp | None = None
@@ -198,22 +216,44 @@ class SharedMemoryCollectives:
         finally:
             self._turn.release()
 
+    def keep(
+        self,
+        kind: Callable[..., CollectiveCall],
+        num_bytes: int,
+        *,
+        view: Callable[[Any], memoryview],
+        finish: Callable[[Any], object] | None,
+    ) -> KeptCall | None:
+        """Prepare all-reduces of one ``kind``, of so many bytes; None if they are not for the segment."""
+        if num_bytes > self._segment.payload_bytes:
+            return None
+        call = kind(buffer=_BLANK[:num_bytes])
+        part = self._parts.of(call)
+        if part is None or part.operation.terms is None:
+            return None
+        order = self._segment.order_of(call.reduction, part.operation.terms)
+        return None if order is None else KeptCall(self, call, part, order, view, finish)
+
     def _begin(self, call: Call, work: Work, part: Part | None) -> bool:
         """Give a call its number; put it up here and return True, or hand it to the engine, and tell the others."""
-        self._number += 1
-        if part is None or self._is_troubled() or not self._segment.is_free(self._number):
-            self._segment.pass_by(self._number)
+        number = self._segment.number = self._segment.number + 1
+        if part is None or self._is_troubled() or not self._segment.is_free(number):
+            self._segment.pass_by(number)
             self._hand_over(call, work)
             return False
         assert isinstance(call, CollectiveCall), "no other call has a part"
         start_ns, start_s = self._trace.now_ns(), time.monotonic()
-        part.operation.put(call, self._segment.payload(self._segment.rank, self._number))
-        self._segment.put_up(self._number, part.signature)
+        part.operation.put(call, self._segment.payload(self._segment.rank, number))
+        self._segment.put_up(number, part.signature)
         call.place_own_part(self._segment.rank)  # the others need not wait for that
-        self._meeting = _PutUp(number=self._number, call=call, work=work, part=part, start_ns=start_ns, start_s=start_s)
-        work.make_by_waiting(self.make)
-        self._num_skipped += 1
+        self._meet_in(_PutUp(number=number, call=call, work=work, part=part, start_ns=start_ns, start_s=start_s))
         return True
+
+    def _meet_in(self, meeting: _PutUp) -> None:
+        """Let whoever waits for a call that is put up meet the others in it; with the lock held."""
+        self._meeting = meeting
+        meeting.work.make_by_waiting(self.make)
+        self._num_skipped += 1
 
     def _meet(self, meeting: _PutUp, limit_s: float) -> None:
         number, call, stalls = meeting.number, meeting.call, self._links.stalls
@@ -284,3 +324,78 @@ class SharedMemoryCollectives:
         for rank in self._others:
             self._sent_bytes[rank] += operation.sent_bytes[rank]
             self._received_bytes[rank] += operation.received_bytes(rank)
+
+
+class AddressedMemory(Protocol):
+    """A tensor, for code that does without PyTorch."""
+
+    def data_ptr(self) -> int:
+        """Where it begins."""
+
+
+class KeptCall:
+    """An all-reduce that is prepared once, and made by the thread that waits for it whenever it is called again.
+
+    It is one entry of compiled code where the others have come, or come within some microseconds: no plan is looked up,
+    no work is made and no thread is handed anything. Else it goes on as any call that is put up.
+    """
+
+    def __init__(
+        self,
+        collectives: SharedMemoryCollectives,
+        call: CollectiveCall,
+        part: Part,
+        order: SumOrder,
+        view: Callable[[Any], memoryview],
+        finish: Callable[[Any], object] | None,
+    ) -> None:
+        self._collectives = weakref.ref(collectives)  # which is gone, with its memory, when its communicator is closed
+        self._call = call
+        self._part = part
+        self._order = order
+        self._view = view
+        self._finish = finish
+        self._process = os.getpid()
+
+    def make(self, buffer: AddressedMemory, timeout_s: float | None = None) -> bool:
+        """Make it on ``buffer``; raises what a work's ``wait()`` does. ``timeout_s``: by default what it was kept with.
+
+        False: nothing has begun, and the call must go the usual way.
+        """
+        own, began_ns = self._collectives(), time.time_ns()
+        if own is None or own._trace.enabled or os.getpid() != self._process or own._is_troubled():
+            return False
+        if not own._lock.acquire(blocking=False):
+            return False
+        try:
+            is_over = None
+            if own._meeting is None:
+                is_over = own._segment.make(self._part.signature, self._order, buffer.data_ptr(), self._call.num_bytes)
+            if is_over is None:
+                return False
+            record = own._links.note(self._call)
+            record.began_ns = began_ns
+            if is_over:
+                own._num_skipped += 1
+                record.end(None)
+                own._count(self._call, self._part.operation)
+            else:
+                work = self._go_on(own, record, self._view(buffer), timeout_s)
+        finally:
+            own._lock.release()
+        if not is_over:
+            with work.waiting():
+                own.make(work, math.inf)
+            work.wait()
+        if self._finish is not None:
+            self._finish(buffer)
+        return True
+
+    def _go_on(
+        self, own: SharedMemoryCollectives, record: CallRecord, memory: memoryview, timeout_s: float | None
+    ) -> Work:
+        call = replace(self._call, buffer=memory, timeout_s=timeout_s or self._call.timeout_s)
+        work = own._links.begin(call, record)
+        start_ns, start_s, number = own._trace.now_ns(), time.monotonic(), own._segment.number
+        own._meet_in(_PutUp(number=number, call=call, work=work, part=self._part, start_ns=start_ns, start_s=start_s))
+        return work

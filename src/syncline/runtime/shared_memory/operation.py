@@ -37,6 +37,18 @@ def find_sums(schedule: Schedule, *, owned_only: bool) -> list[Sum | None]:
     return found
 
 
+def steps_of(terms: Sum) -> list[int]:
+    """Return how the sum is made: ranks, whose contributions come one after another, and -1, which adds the last two.
+
+    >>> steps_of(((0, 1), (2, 3)))
+    [0, 1, -1, 2, 3, -1, -1]
+    """
+    if isinstance(terms, int):
+        return [terms]
+    first, *rest = terms
+    return [*steps_of(first), *(step for term in rest for step in (*steps_of(term), -1))]
+
+
 def leads(terms: Sum, own: int) -> bool:
     """Whether the contribution of ``own`` is among the first two that are added, so that it may be where the sum goes.
 
