@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import random
 import threading
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from thread_groups import run_groups
 
+import syncline
 from syncline.backend.creation import SynclineProcessGroup as Group
-from syncline.errors import ConfigurationError, DeadlineError, MismatchError, PeerLostError
+from syncline.errors import ConfigurationError, DeadlineError, FabricError, MismatchError, PeerLostError
+from syncline.fabric.frames import CONTROL_CLASS, MEMORY_CLASS
 
+Run = Callable[..., list[Any]]
 SIZES = (0, 1, 100, 3_000, 50_000, 400_000)
 """In the head itself, fetched before somebody asks, and sent when somebody does."""
+
+
+@pytest.fixture(params=[True, False], ids=["in shared memory", "over sockets"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Return :func:`run_groups`, for groups whose ranks share memory, and for those that do not."""
+    return partial(run_groups, options=syncline.BackendOptions(shared_memory=request.param))
 
 
 def on_each(*bodies: Callable[[Group], object]) -> Callable[[Group], object]:
     return lambda group: bodies[group.rank()](group)
 
 
-def test_messages_of_every_size_arrive_by_tag_whoever_comes_first() -> None:
+def test_messages_of_every_size_arrive_by_tag_whoever_comes_first(run: Run) -> None:
     def send(group: Group) -> None:
         works = [group.send([torch.full((size,), float(tag))], 1, tag) for tag, size in enumerate(SIZES)]
         group.barrier().wait()
@@ -36,10 +49,10 @@ def test_messages_of_every_size_arrive_by_tag_whoever_comes_first() -> None:
                 assert group.recv([tensor], 0, tag).wait()
                 assert tensor.tolist() == [tag if value is None else value] * size
 
-    run_groups(2, on_each(send, receive))
+    run(2, on_each(send, receive))
 
 
-def test_a_receive_into_every_other_number_and_of_another_type_is_put_in_place() -> None:
+def test_a_receive_into_every_other_number_and_of_another_type_is_put_in_place(run: Run) -> None:
     def send(group: Group) -> None:
         group.send([torch.arange(10, dtype=torch.int16)[::2]], 1, 0).wait()
 
@@ -49,10 +62,10 @@ def test_a_receive_into_every_other_number_and_of_another_type_is_put_in_place()
         work.get_future().wait()
         assert whole.tolist() == [0, 0, 0, 2, 0, 4, 0, 6, 0, 8]
 
-    run_groups(2, on_each(send, receive))
+    run(2, on_each(send, receive))
 
 
-def test_conjugates_and_negatives_are_what_they_stand_for() -> None:
+def test_conjugates_and_negatives_are_what_they_stand_for(run: Run) -> None:
     """Their memory holds other numbers."""
     numbers = torch.tensor([1 + 2j, 3 - 4j])
 
@@ -67,10 +80,10 @@ def test_conjugates_and_negatives_are_what_they_stand_for() -> None:
         group.recv([part], 0, 0).wait()
         assert part.tolist() == [-2.0, 4.0]
 
-    run_groups(2, on_each(send, receive))
+    run(2, on_each(send, receive))
 
 
-def test_what_cannot_be_sent_is_refused_and_the_next_message_arrives() -> None:
+def test_what_cannot_be_sent_is_refused_and_the_next_message_arrives(run: Run) -> None:
     def send(group: Group) -> None:
         with pytest.raises(ConfigurationError, match=r"send moves dense tensors, not sparse_coo.*to_dense"):
             group.send([torch.ones(3).to_sparse()], 1, 0)
@@ -81,10 +94,10 @@ def test_what_cannot_be_sent_is_refused_and_the_next_message_arrives() -> None:
             group.recv([torch.ones(3).to_sparse()], 0, 0)
         group.recv([torch.zeros(3)], 0, 0).wait()
 
-    run_groups(2, on_each(send, receive))
+    run(2, on_each(send, receive))
 
 
-def test_a_receive_from_anyone_says_from_whom_it_was() -> None:
+def test_a_receive_from_anyone_says_from_whom_it_was(run: Run) -> None:
     def send(group: Group) -> None:
         group.send([torch.tensor([group.rank()])], 0, 3).wait()
 
@@ -98,11 +111,11 @@ def test_a_receive_from_anyone_says_from_whom_it_was() -> None:
             sources.add(tensor.item())
         assert sources == {1, 2}
 
-    run_groups(3, on_each(receive, send, send))
+    run(3, on_each(receive, send, send))
 
 
 @pytest.mark.parametrize("size", [1, 3_000, 400_000])
-def test_sizes_that_differ_are_an_error_and_the_next_message_arrives(size: int) -> None:
+def test_sizes_that_differ_are_an_error_and_the_next_message_arrives(size: int, run: Run) -> None:
     def send(group: Group) -> None:
         work = group.send([torch.zeros(size)], 1, 0)
         if size == SIZES[-1]:
@@ -119,10 +132,10 @@ def test_sizes_that_differ_are_an_error_and_the_next_message_arrives(size: int) 
         group.recv([tensor], 0, 0).wait()
         assert tensor.sum() == size
 
-    run_groups(2, on_each(send, receive))
+    run(2, on_each(send, receive))
 
 
-def test_a_message_that_does_not_come_and_one_that_nobody_takes_end_at_the_timeout() -> None:
+def test_a_message_that_does_not_come_and_one_that_nobody_takes_end_at_the_timeout(run: Run) -> None:
     is_over = threading.Barrier(2)
 
     def send(group: Group) -> None:
@@ -138,10 +151,10 @@ def test_a_message_that_does_not_come_and_one_that_nobody_takes_end_at_the_timeo
             group.recv_anysource([tensor], 9).wait()
         is_over.wait(60)
 
-    run_groups(2, on_each(send, receive), timeout_s=0.5)
+    run(2, on_each(send, receive), timeout_s=0.5)
 
 
-def test_what_a_rank_sent_before_it_left_is_received_and_nothing_after_that() -> None:
+def test_what_a_rank_sent_before_it_left_is_received_and_nothing_after_that(run: Run) -> None:
     has_left = threading.Event()
 
     def send(group: Group) -> None:
@@ -161,10 +174,10 @@ def test_what_a_rank_sent_before_it_left_is_received_and_nothing_after_that() ->
             with pytest.raises(PeerLostError, match=r"rank 0 \(host h0\)"):
                 work.wait()
 
-    run_groups(2, on_each(send, receive))
+    run(2, on_each(send, receive))
 
 
-def test_a_first_receive_gets_what_was_sent_by_a_rank_that_has_left_meanwhile() -> None:
+def test_a_first_receive_gets_what_was_sent_by_a_rank_that_has_left_meanwhile(run: Run) -> None:
     has_left = threading.Event()
 
     def send(group: Group) -> None:
@@ -183,10 +196,10 @@ def test_a_first_receive_gets_what_was_sent_by_a_rank_that_has_left_meanwhile() 
         work.wait()
         assert tensor.tolist() == [7.0] * 10
 
-    run_groups(2, on_each(send, receive))
+    run(2, on_each(send, receive))
 
 
-def test_the_loss_of_a_rank_ends_messages_with_it_and_from_anyone() -> None:
+def test_the_loss_of_a_rank_ends_messages_with_it_and_from_anyone(run: Run) -> None:
     is_posted = threading.Barrier(3)
 
     def die(group: Group) -> None:
@@ -207,10 +220,10 @@ def test_the_loss_of_a_rank_ends_messages_with_it_and_from_anyone() -> None:
             assert not work.is_success()
             assert isinstance(work.exception(), PeerLostError)
 
-    run_groups(3, on_each(die, wait, wait))
+    run(3, on_each(die, wait, wait))
 
 
-def test_only_the_other_ranks_exchange_messages() -> None:
+def test_only_the_other_ranks_exchange_messages(run: Run) -> None:
     def body(group: Group) -> None:
         for peer in (group.rank(), 2, -1):
             with pytest.raises(ConfigurationError, match="other ranks of its group of 2"):
@@ -220,4 +233,143 @@ def test_only_the_other_ranks_exchange_messages() -> None:
         with pytest.raises(ConfigurationError, match="send takes one tensor"):
             group.send([torch.zeros(1)] * 2, 1 - group.rank(), 0)
 
+    run(2, body)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_messages_of_all_sizes_arrive_in_the_order_in_which_they_were_sent(seed: int, run: Run) -> None:
+    """Small ones would overtake large ones, which go another way."""
+    plan = random.Random(seed)
+    sizes = [plan.choice(SIZES) for _ in range(40)]
+    waits = [plan.random() < 0.5 for _ in sizes]
+
+    def send(group: Group) -> None:
+        works = [group.send([torch.full((size,), float(number))], 1, 0) for number, size in enumerate(sizes)]
+        for work in works:
+            work.wait()
+
+    def receive(group: Group) -> None:
+        tensors = [torch.zeros(size) for size in sizes]
+        works = []
+        for tensor, is_awaited in zip(tensors, waits, strict=True):
+            works.append(group.recv([tensor], 0, 0))
+            if is_awaited:
+                works[-1].wait()
+        for number, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
+            work.wait()
+            assert (tensor == number).all()
+
+    run(2, on_each(send, receive))
+
+
+def test_messages_that_nobody_asks_for_do_not_hold_up_one_behind_them(run: Run) -> None:
+    num_messages, size = 120, 16_000  # 7.7 MB: more than may lie with a receiver, or in an inbox
+
+    def send(group: Group) -> None:
+        works = [group.send([torch.full((size,), float(tag))], 1, tag) for tag in range(num_messages)]
+        for work in works:
+            work.wait()
+
+    def receive(group: Group) -> None:
+        for tag in reversed(range(num_messages)):
+            tensor = torch.zeros(size)
+            group.recv([tensor], 0, tag).wait()
+            assert (tensor == tag).all()
+
+    run(2, on_each(send, receive))
+
+
+def test_each_of_several_threads_receives_what_it_asked_for(run: Run) -> None:
+    num_threads, num_messages = 4, 50
+
+    def send(group: Group) -> None:
+        for number in range(num_messages):
+            for tag in range(num_threads):
+                group.send([torch.tensor([number, tag])], 1, tag).wait()
+
+    def receive(group: Group) -> None:
+        found: dict[int, list[list[int]]] = {tag: [] for tag in range(num_threads)}
+
+        def body(tag: int) -> None:
+            for _ in range(num_messages):
+                tensor = torch.zeros(2, dtype=torch.int64)
+                group.recv([tensor], 0, tag).wait()
+                found[tag].append(tensor.tolist())
+
+        threads = [threading.Thread(target=body, args=(tag,)) for tag in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == {tag: [[number, tag] for number in range(num_messages)] for tag in range(num_threads)}
+
+    run(2, on_each(send, receive))
+
+
+def test_a_message_is_there_for_who_asks_without_waiting(run: Run) -> None:
+    is_sent = threading.Event()
+
+    def send(group: Group) -> None:
+        group.send([torch.ones(5)], 1, 0).wait()
+        is_sent.set()
+
+    def receive(group: Group) -> None:
+        tensor = torch.zeros(5)
+        work = group.recv([tensor], 0, 0)
+        assert is_sent.wait(60)
+        group.barrier().wait()  # of a message over sockets the communication thread may know later
+        while not work.is_completed():
+            pass
+        assert work.is_success()
+        assert tensor.sum() == 5
+
+    def send_and_meet(group: Group) -> None:
+        send(group)
+        group.barrier().wait()
+
+    run(2, on_each(send_and_meet, receive))
+
+
+def test_an_inbox_that_cannot_be_read_is_the_loss_of_whose_it_is() -> None:
+    class Broken:
+        num_changes = 0
+
+        def first(self, peer: int) -> None:
+            raise RuntimeError(f"planted for {peer}")
+
+        def wait(self, seen: int, timeout_s: float) -> None:
+            """It looks again at once."""
+
+        wake = put = staticmethod(lambda *_: False)
+
+    def body(group: Group) -> None:
+        if group.rank() == 1:
+            group.state.messages._inboxes = Broken()  # type: ignore[assignment]
+            with pytest.raises(FabricError, match=r"rank 0 \(host h0\).*planted for 0"):
+                group.recv([torch.zeros(1)], 0, 0).wait()
+        group.barrier().wait()
+
     run_groups(2, body)
+
+
+def test_small_messages_within_a_host_pass_no_communication_thread() -> None:
+    def body(group: Group) -> None:
+        peer, tensor = 1 - group.rank(), torch.ones(1000)
+        group.barrier().wait()
+        before = count_sent(group)
+        for _ in range(10):
+            group.send([tensor], peer, 0).wait()
+            group.recv([tensor], peer, 0).wait()
+        assert count_sent(group) - before == Counter({MEMORY_CLASS: 10})
+        group.barrier().wait()
+
+    run_groups(2, body)
+
+
+def count_sent(group: Group) -> Counter[int]:
+    """Return how many messages were sent in memory, and on each class of connections."""
+    counts = Counter[int]()
+    for connection in group.state.communicator.statistics().fabric.connections:
+        counts[connection.connection_class] += connection.sent_messages
+    del counts[CONTROL_CLASS]  # heartbeats
+    return counts

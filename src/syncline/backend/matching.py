@@ -29,8 +29,10 @@ class MessageHead:
     num_bytes: int
     number: int
     """Its place among the messages of its source to this rank."""
-    inline: bytes | None
-    """The message itself, if it is small."""
+    inline: bytes | bytearray | memoryview | None = None
+    """The message itself, if it came with this."""
+    is_put: bool = False
+    """Whether it came through an inbox, where its sender has so much less room until it is asked for."""
     fetched: bytearray | None = None
     """Where a message that nobody has asked for yet lands, if it is of middling size."""
     is_fetched: bool = False

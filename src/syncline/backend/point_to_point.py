@@ -5,16 +5,24 @@ message follows: it is announced to the receiver, and moves only where a receive
 tensor; one of middling size, which senders send unasked, is taken into memory of its own meanwhile, within a budget.
 A sender of a large message hears of its receiver whether the sizes agree. So neither waits for ever if they do not,
 and a rank that leaves after its sends has left nothing behind that is still to be asked for.
+
+Between ranks that share memory, messages that a sender does not wait for pass through an inbox there: the sending
+thread writes, and whichever thread waits for a receive, or asks whether one is over, reads, for all receives. So no
+message between them wakes a communication thread. Where there is no room, a message goes the other way; its number
+says when its turn is, as one of either way can overtake those of the other.
 """
 
 from __future__ import annotations
 
 import asyncio
 import struct
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from syncline.backend.matching import MessageHead, MessageMatcher
 from syncline.errors import ConfigurationError, DeadlineError, FabricError, MismatchError, PeerLostError
@@ -22,6 +30,9 @@ from syncline.fabric import PeerLeftError
 from syncline.fabric.slice_executor import NUMBER_MASK, first_tag
 from syncline.runtime import Communicator
 from syncline.runtime.work import Work
+
+if TYPE_CHECKING:
+    from syncline.fabric._native import Inboxes
 
 HEAD_BYTES = 512
 _HEAD = struct.Struct("<BxxxxxxxqqqQ")
@@ -57,6 +68,8 @@ class Receive:
     destination: memoryview
     work: Work
     timeout_s: float
+    deadline_s: float
+    """By the monotonic clock."""
     awaited: int | None = None
     """The source as it was asked for."""
 
@@ -68,16 +81,20 @@ class PointToPoint:
         self._rank, self._world_size = communicator.rank, communicator.world_size
         self._stream = stream
         self._port = communicator.open_port("messages of torch.distributed")
+        self._inboxes = communicator.inboxes
+        self._lock = threading.RLock()
+        """Held by whoever reads or changes what follows: the loop's thread, and those that send and receive."""
         self._matcher: MessageMatcher[Receive] = MessageMatcher()
         self._sends: dict[tuple[int, int], _Send] = {}
         self._receives: dict[int, Receive] = {}  # all that are not over, by id
         self._num_sent: Counter[int] = Counter()
+        self._num_come: Counter[int] = Counter()
         self._num_heads_sent: Counter[int] = Counter()
         self._num_heads: Counter[int] = Counter()
         self._fetching_bytes: Counter[int] = Counter()
         self._gone: dict[int, Exception] = {}
         self._silent: set[int] = set()  # of those that are gone, who has no last words left either
-        self._port.call_soon(self._begin)
+        self._port.call_soon(self._locked(self._begin))
 
     def send(self, payload: memoryview, peer: int, tag: int, *, timeout_s: float) -> Work:
         """Send ``payload``, unchanged until the work is over; from any thread.
@@ -87,8 +104,21 @@ class PointToPoint:
         self._check_peer(peer)
         work = self._port.work(f"send to rank {peer} (tag {tag})", timeout_s=timeout_s)
         send = _Send(peer=peer, tag=tag, payload=payload, work=work, timeout_s=timeout_s)
-        self._port.call_soon(self._send, send)
+        with self._lock:
+            number = self._num_sent[peer]
+            self._num_sent[peer] += 1
+            if self._is_put(send, number):
+                work.end(None)
+            else:
+                self._port.call_soon(self._locked(self._send, send, number))
         return work
+
+    def _is_put(self, send: _Send, number: int) -> bool:
+        """Whether a message is in its receiver's inbox now."""
+        if self._inboxes is None or send.payload.nbytes > FETCH_BYTES or {send.peer, self._rank} & self._gone.keys():
+            return False
+        self._port.progress.touch()
+        return self._inboxes.put(send.peer, send.tag, number, send.payload)
 
     def receive(self, destination: memoryview, source: int | None, tag: int, *, timeout_s: float) -> Receive:
         """Receive the next message of ``source`` (None: of anyone) with ``tag``, of exactly this size; any thread."""
@@ -97,12 +127,76 @@ class PointToPoint:
         whom = "any rank" if source is None else f"rank {source}"
         work = self._port.work(f"receive from {whom} (tag {tag})", timeout_s=timeout_s)
         receive = Receive(
-            source=source, tag=tag, destination=destination, work=work, timeout_s=timeout_s, awaited=source
+            source=source,
+            tag=tag,
+            destination=destination,
+            work=work,
+            timeout_s=timeout_s,
+            deadline_s=time.monotonic() + timeout_s,
+            awaited=source,
         )
-        self._port.call_soon(self._ask, receive)
+        if self._inboxes is None:
+            self._port.call_soon(self._locked(self._ask, receive))
+            return receive
+        self._port.progress.touch()
+        with self._lock:
+            self._take_all()
+            self._ask(receive)
+            if not work.is_over:
+                work.make_by_waiting(partial(self._take_until_over, self._inboxes, receive))
         return receive
 
-    # Everything below is called on the communication loop's thread.
+    def _take_until_over(self, inboxes: Inboxes, receive: Receive, _: Work, limit_s: float) -> None:
+        """Take what comes until ``receive`` is over, on a thread that waits for it, for at most ``limit_s``."""
+        until_s = min(time.monotonic() + limit_s, receive.deadline_s)
+        while True:
+            seen = inboxes.num_changes
+            with self._lock:
+                self._take_all()
+                now_s = time.monotonic()
+                if now_s >= receive.deadline_s:
+                    self._receive_is_late(receive)
+                is_over = id(receive) not in self._receives
+            if is_over or now_s >= until_s:
+                return
+            inboxes.wait(seen, until_s - now_s)
+
+    # Everything below is called with the lock held, and on the communication loop's thread; but any thread takes what
+    # is in the inbox, and delivers it.
+
+    def _take_all(self) -> None:
+        for peer in range(self._world_size):
+            if peer != self._rank:
+                self._take(peer)
+
+    def _take(self, peer: int) -> None:
+        """Take what ``peer`` has put into the inbox, as far as its turn has come."""
+        try:
+            while self._inboxes is not None and peer not in self._silent and (found := self._inboxes.first(peer)):
+                tag, number, num_bytes = found
+                if number != self._num_come[peer]:
+                    return
+                self._num_come[peer] += 1
+                head = MessageHead(source=peer, tag=tag, num_bytes=num_bytes, number=number, is_put=True)
+                receive = self._matcher.arrive(head)
+                is_in_place = receive is not None and receive.destination.nbytes == num_bytes
+                head.inline = receive.destination if receive is not None and is_in_place else bytearray(num_bytes)
+                self._inboxes.take(peer, head.inline)
+                if receive is not None:
+                    self._deliver(receive, head)
+        except (FabricError, RuntimeError) as error:
+            self._gone[peer] = FabricError(f"{self._port.describe_peer(peer)}: {error}")
+            self._silent.add(peer)
+            self._port.call_soon(self._locked(self._fail_peer, peer, self._gone[peer]))
+
+    def _locked(self, function: Callable[..., object], *arguments: object) -> Callable[[], None]:
+        """Return what calls ``function`` with the lock held."""
+
+        def call() -> None:
+            with self._lock:
+                function(*arguments)
+
+        return call
 
     def _begin(self) -> None:
         for peer in range(self._world_size):
@@ -114,27 +208,25 @@ class PointToPoint:
         head = memoryview(bytearray(HEAD_BYTES))
         tag = first_tag(self._stream, self._num_heads[peer], _HEADS)
         self._num_heads[peer] += 1
-        received = partial(self._on_head, peer, head)
+        received = self._locked(self._on_head, peer, head)
         self._port.receive(peer, tag, head, urgency=URGENCY, on_received=received, even_if_lost=True)
 
-    def _send(self, send: _Send) -> None:
+    def _send(self, send: _Send, number: int) -> None:
         if send.peer in self._gone or self._rank in self._gone:
             send.work.finish(self._why(send.peer))
             return
-        number = self._num_sent[send.peer]
-        self._num_sent[send.peer] += 1
         num_bytes = send.payload.nbytes
         self._sends[send.peer, number] = send
         self._expire(send.work, send.timeout_s, partial(self._send_is_late, send, number))
         if num_bytes <= INLINE_BYTES:
             send.is_sent = True
-            on_sent = partial(self._sent, send, number)
+            on_sent = self._locked(self._sent, send, number)
             self._tell(send.peer, MESSAGE, send.tag, num_bytes, number, bytes(send.payload), on_sent)
             return
         send.needs_answer = num_bytes > FETCH_BYTES
         self._tell(send.peer, MESSAGE, send.tag, num_bytes, number)
         body = first_tag(self._stream, number, _BODIES)
-        self._port.send(send.peer, body, send.payload, urgency=URGENCY, on_sent=partial(self._sent, send, number))
+        self._port.send(send.peer, body, send.payload, urgency=URGENCY, on_sent=self._locked(self._sent, send, number))
 
     def _sent(self, send: _Send, number: int) -> None:
         send.is_sent = True
@@ -174,6 +266,8 @@ class PointToPoint:
             self._fail_peer(peer, FabricError(f"{self._port.describe_peer(peer)} sent what is no message"))
             return
         inline = bytes(memory[_HEAD.size : _HEAD.size + num_inline]) if num_inline >= 0 else None
+        self._take(peer)
+        self._num_come[peer] += 1
         head = MessageHead(source=peer, tag=tag, num_bytes=num_bytes, number=number, inline=inline)
         try:
             receive = self._matcher.arrive(head)
@@ -184,6 +278,7 @@ class PointToPoint:
             self._deliver(receive, head)
         elif inline is None and num_bytes <= FETCH_BYTES:
             self._fetch(head)
+        self._take(peer)
 
     def _answered(self, peer: int, kind: int, num_bytes: int, number: int) -> None:
         send = self._sends.get((peer, number))
@@ -203,7 +298,7 @@ class PointToPoint:
             return
         self._fetching_bytes[head.source] += head.num_bytes
         head.fetched = bytearray(head.num_bytes)
-        self._receive_body(head, memoryview(head.fetched), partial(self._fetched, head))
+        self._receive_body(head, memoryview(head.fetched), self._locked(self._fetched, head))
 
     def _fetched(self, head: MessageHead) -> None:
         head.is_fetched = True
@@ -220,23 +315,28 @@ class PointToPoint:
             return
         self._receives[id(receive)] = receive
         head = self._matcher.ask(receive.source, receive.tag, receive)
-        if head is not None:
+        if head is not None and head.inline is None and self._inboxes is not None:
+            self._port.call_soon(self._locked(self._deliver, receive, head))  # the fabric lives on the loop
+        elif head is not None:
             self._deliver(receive, head)
         elif not self._can_come(receive):
             self._matcher.withdraw(receive.awaited, receive.tag, receive)
             self._end_receive(receive, self._why(receive.source))
-        if not receive.work.done():
+        if self._inboxes is None and not receive.work.is_over:
             self._expire(receive.work, receive.timeout_s, partial(self._receive_is_late, receive))
 
     def _deliver(self, receive: Receive, head: MessageHead) -> None:
         """Put the message of ``head`` where ``receive`` wants it, as soon as it is here."""
         receive.source = head.source
+        if head.is_put and self._inboxes is not None:
+            self._inboxes.release(head.source, head.num_bytes)
         if head.fetched is not None:
             self._fetching_bytes[head.source] -= head.num_bytes
         if head.num_bytes != receive.destination.nbytes:
             self._refuse(receive, head)
         elif head.inline is not None:
-            receive.destination[:] = head.inline
+            if head.inline is not receive.destination:
+                receive.destination[:] = head.inline
             self._end_receive(receive, None)
         elif head.is_fetched:
             self._take_fetched(receive, head)
@@ -245,10 +345,10 @@ class PointToPoint:
         else:
             if head.num_bytes > FETCH_BYTES:
                 self._tell(head.source, ACCEPTED, head.tag, head.num_bytes, head.number)
-            self._receive_body(head, receive.destination, partial(self._end_receive, receive, None))
+            self._receive_body(head, receive.destination, self._locked(self._end_receive, receive, None))
 
     def _take_fetched(self, receive: Receive, head: MessageHead) -> None:
-        if not receive.work.done():
+        if id(receive) in self._receives:
             assert head.fetched is not None, "it has landed there"
             receive.destination[:] = head.fetched
         self._end_receive(receive, None)
@@ -267,9 +367,13 @@ class PointToPoint:
         self._end_receive(receive, MismatchError(text))
 
     def _end_receive(self, receive: Receive, error: Exception | None) -> None:
-        self._receives.pop(id(receive), None)
-        if not receive.work.done():
+        if self._receives.pop(id(receive), None) is None:
+            return
+        if self._inboxes is None:
             receive.work.finish(error)
+        else:
+            receive.work.end(error)
+            self._inboxes.wake()
 
     def _receive_is_late(self, receive: Receive) -> None:
         self._matcher.withdraw(receive.awaited, receive.tag, receive)
@@ -291,19 +395,21 @@ class PointToPoint:
         self._end_send(send, number, DeadlineError(text))
 
     def _expire(self, work: Work, timeout_s: float, end: Callable[[], None]) -> None:
-        timer = asyncio.get_running_loop().call_later(timeout_s, end)
+        timer = asyncio.get_running_loop().call_later(timeout_s, self._locked(end))
         work.add_done_callback(lambda _: timer.cancel())
 
     def _on_lost(self, peer: int, error: Exception) -> None:
         """End what needs ``peer``; what it sent before it left is delivered first."""
-        self._gone[peer] = error
-        if peer == self._rank:
-            self._fail_all(error)
-            self._port.close()  # its receives would stay with the connections of the world
-        elif isinstance(error, PeerLeftError):
-            self._port.hear_out(lambda: self._num_heads[peer], partial(self._fail_peer, peer, error))
-        else:
-            self._fail_peer(peer, error)
+        with self._lock:
+            self._take_all()
+            self._gone[peer] = error
+            if peer == self._rank:
+                self._fail_all(error)
+                self._port.close()  # its receives would stay with the connections of the world
+            elif isinstance(error, PeerLeftError):
+                self._port.hear_out(lambda: self._num_heads[peer], self._locked(self._fail_peer, peer, error))
+            else:
+                self._fail_peer(peer, error)
 
     def _fail_peer(self, peer: int, error: Exception) -> None:
         self._gone[peer] = error

@@ -154,6 +154,25 @@ class Segment:
     def make(self, signature: int, order: SumOrder, address: int, num_bytes: int) -> bool | None:
         """Make the next call, if the others come soon; False where they do not, None where nothing has begun."""
 
+class Inboxes:
+    num_changes: int
+
+    def __init__(self, memory: memoryview, *, rank: int, num_ranks: int, spin_s: float) -> None: ...
+    @staticmethod
+    def size_bytes(num_ranks: int) -> int: ...
+    def put(self, peer: int, tag: int, number: int, message: bytes | memoryview) -> bool:
+        """Send a message; False where there is no room for it."""
+    def first(self, peer: int) -> tuple[int, int, int] | None:
+        """Return tag, number and size of the oldest message of ``peer`` that was not taken."""
+    def take(self, peer: int, into: bytearray | memoryview) -> None: ...
+    def release(self, peer: int, num_bytes: int) -> None:
+        """Say that a message that was taken is needed no longer."""
+    def wake(self) -> None: ...
+    def wait(self, seen: int, timeout_s: float) -> None:
+        """Wait until ``num_changes`` is no longer ``seen``, at most ``timeout_s``, or for no reason."""
+    def counts(self, peer: int) -> tuple[int, int, int, int]:
+        """Return how many messages were sent, and their bytes; and the same of those that were received."""
+
 class NativeTransport:
     tells_drained: bool
     is_served: bool

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from syncline.arguments import Count, checked
 from syncline.errors import SynclineError
@@ -41,6 +41,9 @@ from syncline.runtime.work import Work
 from syncline.schedule import Collective, Layout, Schedule, lower_bound, predict
 from syncline.topology import Topology
 from syncline.variables import LIVE, behind_limit_s, process_variables
+
+if TYPE_CHECKING:
+    from syncline.fabric._native import Inboxes
 
 DEFAULT_TIMEOUT_S = 300.0
 LINGER_S = 0.2
@@ -367,6 +370,12 @@ class Communicator:
     def has_segment(self) -> bool:
         """Whether small calls that are waited for are made in memory that the ranks share; alike on all of them."""
         return self.user_stream in self._shared_memory
+
+    @property
+    def inboxes(self) -> Inboxes | None:
+        """What small messages between ranks pass through that share memory; None on all ranks, or on none."""
+        made = self._shared_memory.get(self.user_stream)
+        return None if made is None else made.inboxes
 
     def open_segment(self, *, is_wanted: bool = True, stream: int | None = None) -> bool:
         """Let ranks of one machine make small calls that they wait for in memory that they share; return if they will.

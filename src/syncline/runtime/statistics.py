@@ -178,23 +178,23 @@ def add_counts(counts: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
     return MappingProxyType(dict(total))
 
 
-def with_traffic(fabric: FabricStatistics, segment: Mapping[int, tuple[int, int, int]]) -> FabricStatistics:
+def with_traffic(fabric: FabricStatistics, segment: Mapping[int, tuple[int, int, int, int]]) -> FabricStatistics:
     """Add what went over the segment, as memory that was copied within the machine.
 
-    ``segment``: for each peer the number of messages, and the bytes that it read of this rank's and this rank of its.
+    ``segment``: for each peer the messages that it read of this rank's, and their bytes; and what this rank read of it.
     """
     entries = tuple(
         ConnectionStatistics(
             peer=peer,
             connection_class=MEMORY_CLASS,
             sent_bytes=sent_bytes,
-            sent_messages=num_messages,
+            sent_messages=sent_messages,
             received_bytes=received_bytes,
-            received_messages=num_messages,
+            received_messages=received_messages,
             overhead_bytes=0,
             queued_bytes=0,
         )
-        for peer, (num_messages, sent_bytes, received_bytes) in segment.items()
+        for peer, (sent_messages, sent_bytes, received_messages, received_bytes) in segment.items()
     )
     return replace(fabric, connections=fabric.connections + entries)
 

@@ -73,6 +73,11 @@ class Work:
         return self._event.is_set()
 
     @property
+    def is_over(self) -> bool:
+        """Whether it has ended, as far as that was done; unlike :meth:`done`, this makes nothing."""
+        return self._event.is_set()
+
+    @property
     def is_made_by_waiting(self) -> bool:
         """Whether it goes on only while some thread waits for it."""
         return self._make is not None

@@ -2,9 +2,11 @@
 #include <bit>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "bindings.hpp"
+#include "inboxes.hpp"
 #include "segment.hpp"
 
 namespace py = pybind11;
@@ -19,6 +21,28 @@ uint8_t* start_of(const py::buffer& memory) { return static_cast<uint8_t*>(memor
 std::optional<bool> make(Segment& self, uint64_t signature, SumOrder& order, uintptr_t address, size_t num_bytes) {
     const py::gil_scoped_release unlocked;
     return self.make(signature, order, std::bit_cast<uint8_t*>(address), num_bytes);
+}
+
+bool put(Inboxes& self, int peer, int64_t tag, uint64_t number, const py::buffer& message) {
+    const auto view = message.request();
+    const auto num_bytes = static_cast<size_t>(view.size * view.itemsize);
+    return self.put(peer, {tag, number, num_bytes}, static_cast<const uint8_t*>(view.ptr));
+}
+
+std::optional<std::tuple<int64_t, uint64_t, size_t>> first(Inboxes& self, int peer) {
+    const auto found = self.first(peer);
+    if (!found) return std::nullopt;
+    return std::make_tuple(found->tag, found->number, found->num_bytes);
+}
+
+void take(Inboxes& self, int peer, const py::buffer& into) {
+    const auto view = into.request(true);
+    self.take(peer, static_cast<uint8_t*>(view.ptr), static_cast<size_t>(view.size * view.itemsize));
+}
+
+std::tuple<uint64_t, uint64_t, uint64_t, uint64_t> counts(const Inboxes& self, int peer) {
+    const auto& counted = self.counts(peer);
+    return {counted.sent_messages, counted.sent_bytes, counted.received_messages, counted.received_bytes};
 }
 
 }  // namespace
@@ -42,6 +66,21 @@ void bind_segment(py::module_& module) {
         .def("finish", &Segment::finish, "number"_a)
         .def("wait", &Segment::wait, "rank"_a, "seen"_a, "timeout_s"_a, py::call_guard<py::gil_scoped_release>())
         .def("make", &make, "signature"_a, "order"_a, "address"_a, "num_bytes"_a);
+
+    py::class_<Inboxes>(module, "Inboxes")
+        .def(py::init([](const py::buffer& memory, int rank, int num_ranks, double spin_s) {
+                 return Inboxes(start_of(memory), rank, num_ranks, spin_s);
+             }),
+             "memory"_a, py::kw_only(), "rank"_a, "num_ranks"_a, "spin_s"_a, py::keep_alive<1, 2>())
+        .def_static("size_bytes", &Inboxes::size_bytes, "num_ranks"_a)
+        .def_property_readonly("num_changes", &Inboxes::num_changes)
+        .def("put", &put, "peer"_a, "tag"_a, "number"_a, "message"_a)
+        .def("first", &first, "peer"_a)
+        .def("take", &take, "peer"_a, "into"_a)
+        .def("release", &Inboxes::release, "peer"_a, "num_bytes"_a)
+        .def("wake", &Inboxes::wake)
+        .def("wait", &Inboxes::wait, "seen"_a, "timeout_s"_a, py::call_guard<py::gil_scoped_release>())
+        .def("counts", &counts, "peer"_a);
 }
 
 }  // namespace syncline

@@ -53,7 +53,7 @@ from syncline.runtime.shared_memory.operation import Operation, Part, Parts
 from syncline.runtime.work import Work
 
 if TYPE_CHECKING:
-    from syncline.fabric._native import SumOrder
+    from syncline.fabric._native import Inboxes, SumOrder
     from syncline.runtime.shared_memory.segment import Segment
 
 LOOK_S = 0.05
@@ -183,10 +183,20 @@ class SharedMemoryCollectives:
         """Take note that some rank is lost, or has left, or that this one is closing."""
         self._has_lost = True
 
-    def traffic(self) -> Mapping[int, tuple[int, int, int]]:
-        """Return for each other rank the number of calls, the bytes that it read here, and those read of its."""
+    def traffic(self) -> Mapping[int, tuple[int, int, int, int]]:
+        """Return for each other rank the calls and messages that it read here, and their bytes; and those of its."""
         num_calls = sum(self.num_calls.values())
-        return {rank: (num_calls, self._sent_bytes[rank], self._received_bytes[rank]) for rank in self._others}
+        found = {}
+        for rank in self._others:
+            messages, num_bytes, received, received_bytes = self.inboxes.counts(rank)
+            sent = num_calls + messages, self._sent_bytes[rank] + num_bytes
+            found[rank] = *sent, num_calls + received, self._received_bytes[rank] + received_bytes
+        return found
+
+    @property
+    def inboxes(self) -> Inboxes:
+        """What messages from rank to rank pass through."""
+        return self._segment.inboxes
 
     def submit(self, call: Call, work: Work, *, is_awaited: bool) -> None:
         """Make ``call`` here if it is small, its caller waits for it and all ranks agree, else with the engine."""

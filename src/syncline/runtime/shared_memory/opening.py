@@ -95,8 +95,15 @@ def slot_bytes(world_size: int) -> int:
     return PAGE_BYTES + 2 * payload_bytes(world_size)
 
 
-def _segment_bytes(world_size: int) -> int:
+def inboxes_start(world_size: int) -> int:
+    """Return where the inboxes begin."""
     return PAGE_BYTES + world_size * slot_bytes(world_size)
+
+
+def _segment_bytes(world_size: int) -> int:
+    from syncline.fabric._native import Inboxes
+
+    return inboxes_start(world_size) + Inboxes.size_bytes(world_size)
 
 
 class _Talk(Protocol):

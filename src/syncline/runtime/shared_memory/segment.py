@@ -7,7 +7,8 @@ payload n mod 2. The words only rise:
   more;
 - a slot header names the call that it is for and the call's signature, and is written before the progress.
 
-Compiled code reads and writes the words (``fabric/native/segment.hpp``), and waits for them.
+Compiled code reads and writes the words (``fabric/native/segment.hpp``), and waits for them. Behind the slots lies what
+messages from one rank to another pass through (``fabric/native/inboxes.hpp``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 
 from syncline.fabric import _native
 from syncline.runtime.reduction import Reduction
-from syncline.runtime.shared_memory.opening import PAGE_BYTES, payload_bytes, slot_bytes
+from syncline.runtime.shared_memory.opening import PAGE_BYTES, inboxes_start, payload_bytes, slot_bytes
 from syncline.runtime.shared_memory.operation import Sum, steps_of
 
 SPIN_S = 50e-6
@@ -35,6 +36,7 @@ class Segment(_native.Segment):
         spin_s = SPIN_S if world_size <= len(os.sched_getaffinity(0)) else 0.0
         whose = {"rank": rank, "num_ranks": world_size}
         super().__init__(self._view, **whose, payload_bytes=self.payload_bytes, spin_s=spin_s)
+        self.inboxes = _native.Inboxes(self._view[inboxes_start(world_size) :], **whose, spin_s=spin_s)
         starts = [PAGE_BYTES + place * slot_bytes(world_size) for place in range(world_size)]
         self._payloads = [
             tuple(self._view[start + PAGE_BYTES + half * self.payload_bytes :][: self.payload_bytes] for half in (0, 1))
