@@ -9,7 +9,7 @@ import pytest
 from segment_ranks import on_all
 
 from syncline.errors import DeadlineError, MismatchError, PeerLostError
-from syncline.fabric._native import SumOrder, can_add
+from syncline.fabric import _native
 from syncline.runtime import numpy_reduction
 from syncline.runtime.reduction import BITWISE_OPS, DTYPES, OPS
 from syncline.runtime.shared_memory.opening import can_share
@@ -56,7 +56,7 @@ def test_the_bits_are_those_of_calls_that_are_not_kept(in_shared_memory, num_ran
     communicators = in_shared_memory(num_ranks)
     source = np.random.default_rng(num_ranks)
     for dtype, op in kinds():
-        assert can_add(dtype, op)
+        assert _native.can_add(dtype, op)
         reduction = numpy_reduction(dtype, op)
         for num_elements in (1, 1001, 40_000 // num_ranks):
             arrays = [(source.normal(size=num_elements) * 100).astype(dtype) for _ in communicators]
@@ -170,9 +170,9 @@ def test_what_cannot_be_made_at_once_is_left(in_shared_memory, monkeypatch):
 @pytest.mark.parametrize("steps", [[], [0, 1], [-1], [0, -1, 1], [0, 2, -1]])
 def test_steps_that_are_no_sum_are_refused(steps):
     with pytest.raises(ValueError, match="no sum"):
-        SumOrder("float32", "sum", steps, 2)
+        _native.SumOrder("float32", "sum", steps, 2)
     with pytest.raises(ValueError, match="there is no band of float32"):
-        SumOrder("float32", "band", [0, 1, -1], 2)
+        _native.SumOrder("float32", "band", [0, 1, -1], 2)
 
 
 def test_steps_say_in_which_order_is_added():

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.util
 import mmap
 import os
 import platform
@@ -38,7 +37,13 @@ PAGE_BYTES = 4096
 def can_share(world_size: int) -> bool:
     """Whether a segment for so many ranks is worth while, and this platform is one on which it was tried."""
     is_tried = sys.platform == "linux" and platform.machine() == "x86_64"
-    return 1 < world_size <= MAX_RANKS and is_tried and importlib.util.find_spec("syncline.fabric._native") is not None
+    if not (is_tried and 1 < world_size <= MAX_RANKS):
+        return False
+    try:
+        from syncline.fabric._native import Segment  # noqa: F401 - to see whether it is there
+    except ImportError:
+        return False
+    return True
 
 
 def payload_bytes(world_size: int) -> int:
