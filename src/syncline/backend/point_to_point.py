@@ -32,7 +32,7 @@ from syncline.runtime import Communicator
 from syncline.runtime.work import Work
 
 if TYPE_CHECKING:
-    from syncline.fabric._native import Inboxes
+    from syncline.fabric import _native
 
 HEAD_BYTES = 512
 _HEAD = struct.Struct("<BxxxxxxxqqqQ")
@@ -146,7 +146,7 @@ class PointToPoint:
                 work.make_by_waiting(partial(self._take_until_over, self._inboxes, receive))
         return receive
 
-    def _take_until_over(self, inboxes: Inboxes, receive: Receive, _: Work, limit_s: float) -> None:
+    def _take_until_over(self, inboxes: _native.Inboxes, receive: Receive, _: Work, limit_s: float) -> None:
         """Take what comes until ``receive`` is over, on a thread that waits for it, for at most ``limit_s``."""
         until_s = min(time.monotonic() + limit_s, receive.deadline_s)
         while True:

@@ -43,7 +43,7 @@ from syncline.topology import Topology
 from syncline.variables import LIVE, behind_limit_s, process_variables
 
 if TYPE_CHECKING:
-    from syncline.fabric._native import Inboxes
+    from syncline.fabric import _native
 
 DEFAULT_TIMEOUT_S = 300.0
 LINGER_S = 0.2
@@ -372,7 +372,7 @@ class Communicator:
         return self.user_stream in self._shared_memory
 
     @property
-    def inboxes(self) -> Inboxes | None:
+    def inboxes(self) -> _native.Inboxes | None:
         """What small messages between ranks pass through that share memory; None on all ranks, or on none."""
         made = self._shared_memory.get(self.user_stream)
         return None if made is None else made.inboxes

@@ -48,12 +48,11 @@ from syncline.fabric import PeerStalls
 from syncline.observe import NullTrace, Trace
 from syncline.runtime.call import Call, CollectiveCall, trace_call
 from syncline.runtime.flight_recorder import CallRecord
-from syncline.runtime.shared_memory.opening import PAYLOAD_BYTES
-from syncline.runtime.shared_memory.operation import Operation, Part, Parts
+from syncline.runtime.shared_memory.operation import PAYLOAD_BYTES, Operation, Part, Parts
 from syncline.runtime.work import Work
 
 if TYPE_CHECKING:
-    from syncline.fabric._native import Inboxes, SumOrder
+    from syncline.fabric import _native
     from syncline.runtime.shared_memory.segment import Segment
 
 LOOK_S = 0.05
@@ -194,7 +193,7 @@ class SharedMemoryCollectives:
         return found
 
     @property
-    def inboxes(self) -> Inboxes:
+    def inboxes(self) -> _native.Inboxes:
         """What messages from rank to rank pass through."""
         return self._segment.inboxes
 
@@ -355,7 +354,7 @@ class KeptCall:
         collectives: SharedMemoryCollectives,
         call: CollectiveCall,
         part: Part,
-        order: SumOrder,
+        order: _native.SumOrder,
         view: Callable[[Any], memoryview],
         finish: Callable[[Any], object] | None,
     ) -> None:

@@ -23,15 +23,10 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from syncline.runtime.shared_memory.segment import Segment
 
-PAYLOAD_BYTES = 2 << 20
-"""What one call can put up, where there are few ranks."""
-MOST_BYTES = 64 << 20
-"""Of all payloads. Pages that no call has used cost nothing."""
 MAX_RANKS = 16
 
 _TICKET = struct.Struct("<II32s")
 TICKET_BYTES = _TICKET.size
-PAGE_BYTES = 4096
 
 
 def can_share(world_size: int) -> bool:
@@ -40,26 +35,23 @@ def can_share(world_size: int) -> bool:
     if not (is_tried and 1 < world_size <= MAX_RANKS):
         return False
     try:
-        from syncline.fabric._native import Segment  # noqa: F401 - to see whether it is there
+        from syncline.fabric import _native
     except ImportError:
         return False
-    return True
-
-
-def payload_bytes(world_size: int) -> int:
-    """Return the size of a payload."""
-    return min(PAYLOAD_BYTES, MOST_BYTES // (2 * world_size) // PAGE_BYTES * PAGE_BYTES)
+    return hasattr(_native, "Segment")  # an older one has none
 
 
 class SegmentFile:
     """The segment's memory as rank 0 makes it; close it when all others have opened it."""
 
     def __init__(self, world_size: int) -> None:
+        from syncline.runtime.shared_memory.segment import segment_bytes
+
         self._token = secrets.token_bytes(32)
         self._descriptor = os.memfd_create("syncline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(self._descriptor, stat.S_IRUSR | stat.S_IWUSR)
-            os.ftruncate(self._descriptor, _segment_bytes(world_size))
+            os.ftruncate(self._descriptor, segment_bytes(world_size))
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, seals)
             os.pwrite(self._descriptor, self._token, 0)
@@ -79,13 +71,13 @@ class SegmentFile:
 
 def open_segment(ticket: bytes, *, rank: int, world_size: int) -> Segment:
     """Map the segment that ``ticket`` names; OSError says why that cannot be."""
-    from syncline.runtime.shared_memory.segment import Segment
+    from syncline.runtime.shared_memory.segment import Segment, segment_bytes
 
     pid, number, token = _TICKET.unpack(ticket)
     descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
         found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != _segment_bytes(world_size):
+        if not stat.S_ISREG(found.st_mode) or found.st_size != segment_bytes(world_size):
             raise OSError(f"descriptor {number} of process {pid} is not the segment of {world_size} ranks")
         memory = mmap.mmap(descriptor, found.st_size)
     finally:
@@ -93,22 +85,6 @@ def open_segment(ticket: bytes, *, rank: int, world_size: int) -> Segment:
     if not secrets.compare_digest(memory[: len(token)], token):
         raise OSError(f"descriptor {number} of process {pid} is the segment of another job")
     return Segment(memory, rank=rank, world_size=world_size)
-
-
-def slot_bytes(world_size: int) -> int:
-    """Return the size of a rank's slot: its words, and two payloads."""
-    return PAGE_BYTES + 2 * payload_bytes(world_size)
-
-
-def inboxes_start(world_size: int) -> int:
-    """Return where the inboxes begin."""
-    return PAGE_BYTES + world_size * slot_bytes(world_size)
-
-
-def _segment_bytes(world_size: int) -> int:
-    from syncline.fabric._native import Inboxes
-
-    return inboxes_start(world_size) + Inboxes.size_bytes(world_size)
 
 
 class _Talk(Protocol):

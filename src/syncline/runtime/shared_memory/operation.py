@@ -15,6 +15,8 @@ from syncline.runtime.call import CollectiveCall, Describer
 from syncline.runtime.reduction import Reduction
 from syncline.schedule import Collective, Layout, Schedule, Transfer
 
+PAYLOAD_BYTES = 2 << 20
+"""What a rank can put up of one call, where there are few ranks."""
 Sum: TypeAlias = "int | tuple[Sum, ...]"
 """A rank's contribution, or sums that are added from left to right: ``((0, 1), (2, 3))``."""
 Ranges = tuple[tuple[int, int], ...]

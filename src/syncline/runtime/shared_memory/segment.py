@@ -18,9 +18,11 @@ import os
 
 from syncline.fabric import _native
 from syncline.runtime.reduction import Reduction
-from syncline.runtime.shared_memory.opening import PAGE_BYTES, inboxes_start, payload_bytes, slot_bytes
-from syncline.runtime.shared_memory.operation import Sum, steps_of
+from syncline.runtime.shared_memory.operation import PAYLOAD_BYTES, Sum, steps_of
 
+PAGE_BYTES = 4096
+MOST_BYTES = 64 << 20
+"""Of all payloads. Pages that no call has used cost nothing."""
 SPIN_S = 50e-6
 """How long a thread looks for the others before it sleeps, where each has a core: about what it takes to be woken."""
 
@@ -36,8 +38,8 @@ class Segment(_native.Segment):
         spin_s = SPIN_S if world_size <= len(os.sched_getaffinity(0)) else 0.0
         whose = {"rank": rank, "num_ranks": world_size}
         super().__init__(self._view, **whose, payload_bytes=self.payload_bytes, spin_s=spin_s)
-        self.inboxes = _native.Inboxes(self._view[inboxes_start(world_size) :], **whose, spin_s=spin_s)
-        starts = [PAGE_BYTES + place * slot_bytes(world_size) for place in range(world_size)]
+        self.inboxes = _native.Inboxes(self._view[_inboxes_start(world_size) :], **whose, spin_s=spin_s)
+        starts = [PAGE_BYTES + place * _slot_bytes(world_size) for place in range(world_size)]
         self._payloads = [
             tuple(self._view[start + PAGE_BYTES + half * self.payload_bytes :][: self.payload_bytes] for half in (0, 1))
             for start in starts
@@ -56,3 +58,21 @@ class Segment(_native.Segment):
         if not _native.can_add(reduction.dtype, reduction.op):
             return None
         return _native.SumOrder(reduction.dtype, reduction.op, steps_of(terms), self.world_size)
+
+
+def payload_bytes(world_size: int) -> int:
+    """Return the size of a payload."""
+    return min(PAYLOAD_BYTES, MOST_BYTES // (2 * world_size) // PAGE_BYTES * PAGE_BYTES)
+
+
+def segment_bytes(world_size: int) -> int:
+    """Return the size of all of it."""
+    return _inboxes_start(world_size) + _native.Inboxes.size_bytes(world_size)
+
+
+def _slot_bytes(world_size: int) -> int:
+    return PAGE_BYTES + 2 * payload_bytes(world_size)
+
+
+def _inboxes_start(world_size: int) -> int:
+    return PAGE_BYTES + world_size * _slot_bytes(world_size)
