@@ -11,7 +11,6 @@ from schedule_trees import balanced_tree, trees
 
 from syncline.schedule import CostModel, Layout, plan_sharded_step, predict_sharded_step, sharded_step_bound, verify
 from syncline.schedule.levelled_step import LevelledStep
-from syncline.schedule.step_prediction import shares_of
 from syncline.topology import Link, Topology
 from syncline.topology.tree import relinked
 
@@ -27,7 +26,7 @@ def test_steps_of_random_trees_keep_their_promises_and_limits(topology, cap, ato
     pair = LevelledStep(topology, most, atoms_per_child=atoms_per_child).draw() if topology.num_ranks > 1 else ()
     for half in map(verify, pair):
         reference.check(half, Layout.build(half, 331, 200))
-        assert all(share <= part * 1.001 + 1 / 16384 for share, part in zip(shares_of(half.draft), most, strict=True))
+        assert all(share <= part * 1.001 + 1 / 16384 for share, part in zip(half.draft.shares, most, strict=True))
 
 
 def busiest_s(step, topology):

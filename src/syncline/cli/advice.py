@@ -41,7 +41,7 @@ from syncline.schedule import Collective, CostModel, Prediction, lower_bound, wi
 from syncline.schedule.cost import predicted_slice_bytes
 from syncline.schedule.replicas import find_parties
 from syncline.schedule.step_candidates import compare_caps, draft_sharded_steps
-from syncline.schedule.step_prediction import StepPrediction, shares_of
+from syncline.schedule.step_prediction import StepPrediction
 from syncline.topology import DirectedLink, Host, Node, Switch, Topology
 from syncline.units import format_duration, format_rate, format_size, parse_duration
 
@@ -326,7 +326,7 @@ def _sharded(topology: Topology, total: int) -> Iterator[Moves]:
     caps = compare_caps(topology, total, list(_CAPS), slice_bytes)
     named = [("Sharded()", balanced), *((f"Sharded(portions={_CAPS[cap]})", found) for cap, found in caps)]
     for name, ((scatter, _), prediction) in named:
-        halves, shares = (prediction.reduce_scatter, prediction.all_gather), shares_of(scatter)
+        halves, shares = (prediction.reduce_scatter, prediction.all_gather), scatter.shares
         figures = (halves[0].time_s, halves[1].time_s, max(shares))
         if figures not in told:
             told.add(figures)

@@ -23,7 +23,6 @@ from syncline.schedule.replicated_step import ReplicaStep, choose_replicas, draf
 from syncline.schedule.spare_choice import draft_with_spares
 from syncline.schedule.spares import Apart, spare_shares
 from syncline.schedule.step_candidates import BALANCED, MANY_RANKS, Cap, compare_caps
-from syncline.schedule.step_prediction import shares_of
 from syncline.topology import Topology
 from syncline.units import format_duration, format_size
 
@@ -141,7 +140,7 @@ def plan_step(topology: Topology, num_bytes: int, portions: Portions, *, spares:
     ((scatter, _), prediction), apart, candidates = draft_with_spares(
         topology, num_bytes, portions=portions, spares=spares, slice_bytes=slice_bytes
     )
-    shares = shares_of(scatter)
+    shares = scatter.shares
     of_spares = None if apart is None else SparePlan(apart=apart, shares=spare_shares(scatter), prediction=prediction)
     return StepPlan(
         topology=topology,
@@ -152,7 +151,7 @@ def plan_step(topology: Topology, num_bytes: int, portions: Portions, *, spares:
         shares=shares,
         spares=of_spares,
         caps=tuple(
-            CapResult(cap=cap, time_s=prediction.time_s, most_owned=max(shares_of(scatter)))
+            CapResult(cap=cap, time_s=prediction.time_s, most_owned=max(scatter.shares))
             for cap, ((scatter, _), prediction) in compare_caps(topology, num_bytes, caps, slice_bytes)
         ),
         results=tuple(
@@ -162,7 +161,7 @@ def plan_step(topology: Topology, num_bytes: int, portions: Portions, *, spares:
                 num_atoms=scatter.num_atoms,
                 num_steps=scatter.num_steps + gather.num_steps,
                 num_messages=len(scatter.transfers) + len(gather.transfers),
-                most_owned=max(shares_of(scatter)),
+                most_owned=max(scatter.shares),
             )
             for (scatter, gather), prediction in candidates
         ),

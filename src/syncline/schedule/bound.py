@@ -13,12 +13,15 @@ must enter the hub, else a branch's contribution was not counted (or a branch wa
 told. Hence T >= (k - 1) S / (sum of the rates into the hub), twice that for an all-reduce, and the same with the
 rates out of it. The best of all connected sets is found by Dinkelbach's method on the tree: a branch is kept whole or
 opened, whichever gives more.
+
+Siblings that are alike are looked at once, and counted (:func:`condensed`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from syncline.arguments import checked
@@ -44,6 +47,15 @@ class Branch:
     ranks: tuple[int, ...]
     is_whole: bool
     children: tuple[Branch, ...]
+    count: int = 1
+    """How many siblings it stands for, itself included."""
+    order: tuple[int, ...] = ()
+    """Where some children stand for others: which of :attr:`children` each child in the file's order is like."""
+
+    @property
+    def all_children(self) -> tuple[Branch, ...]:
+        """The children in the file's order, those that stand for others as often as they do."""
+        return tuple(self.children[place] for place in self.order) or self.children
 
     def walk(self) -> Iterator[Branch]:
         """Yield this branch and all below it."""
@@ -68,6 +80,29 @@ def branch_of(topology: Topology, *, swapped: bool = False) -> Branch:
         return Branch(name=node.name, up=up, down=down, ranks=ranks, is_whole=is_whole, children=children)
 
     return build(topology.root)
+
+
+def condensed(tree: Branch, limits: Sequence[object] = ()) -> Branch:
+    """Return the tree with the first of siblings that are alike in place of all of them.
+
+    Alike are those with the same rates, with the same below in the same order and, at the ranks, the same ``limits``.
+    Whatever is best for all can be the same for them: the mean over all ways to exchange them is as good.
+    """
+    kinds = dict[object, int]()
+
+    def condense(branch: Branch) -> tuple[int, Branch]:
+        below = [condense(child) for child in branch.children]
+        counts = Counter(kind for kind, _ in below)
+        place = {kind: number for number, kind in enumerate(counts)}
+        firsts = dict(reversed(below))
+        for kind, count in counts.items():
+            firsts[kind].count = count
+        order = tuple(place[kind] for kind, _ in below)
+        limit = limits[branch.ranks[0]] if limits and not below else None
+        kind = kinds.setdefault((branch.up, branch.down, limit, tuple(kind for kind, _ in below)), len(kinds))
+        return kind, replace(branch, children=tuple(firsts[kind] for kind in counts), order=order)
+
+    return condense(tree)[1]
 
 
 def with_finite_rates(tree: Branch) -> Branch:
@@ -100,6 +135,8 @@ def lower_bound(
     if topology.num_ranks == 1 or num_bytes == 0:
         return 0.0
     tree = branch_of(topology, swapped=collective is Collective.ALL_GATHER)
+    if collective is not Collective.BROADCAST:  # which has a rank that is not like others
+        tree = condensed(tree)
     seconds_per_byte = _link_bound(tree, collective, target, root)
     times = 2 if collective is Collective.ALL_REDUCE else 1
     for into in (True, False):
@@ -148,8 +185,9 @@ def _has_shares(tree: Branch, seconds: float) -> bool:
     def limits(branch: Branch) -> tuple[float, float]:
         nonlocal possible
         below = [limits(child) for child in branch.children]
-        low = sum(part[0] for part in below) if below else 0.0
-        high = min(1.0, sum(part[1] for part in below)) if below else 1.0
+        counts = [child.count for child in branch.children]
+        low = sum(part[0] * count for part, count in zip(below, counts, strict=True)) if below else 0.0
+        high = min(1.0, sum(part[1] * count for part, count in zip(below, counts, strict=True))) if below else 1.0
         if not branch.is_whole:
             low, high = max(low, 1 - seconds * branch.up), min(high, seconds * branch.down)
         possible = possible and low <= high
@@ -172,6 +210,9 @@ class _Hub:
     def __add__(self, other: _Hub) -> _Hub:
         return _Hub(self.num_branches + other.num_branches, self.rate + other.rate)
 
+    def __mul__(self, count: int) -> _Hub:
+        return _Hub(self.num_branches * count, self.rate * count)
+
 
 def _hub_bound(tree: Branch, times: int, seconds: float, *, into: bool) -> float:
     """Raise ``seconds`` (per byte) to the best bound that any hub gives."""
@@ -188,7 +229,7 @@ def _best_hub(tree: Branch, times: int, seconds: float, *, into: bool) -> _Hub:
     best: list[_Hub] = []
 
     def open_branch(branch: Branch) -> _Hub:
-        hub = sum((choose(child) for child in branch.children), _Hub(0, 0.0))
+        hub = sum((choose(child) * child.count for child in branch.children), _Hub(0, 0.0))
         above = _Hub(0, 0.0) if branch.is_whole else _Hub(1, branch.down if into else branch.up)
         best.append(hub + above)
         return hub

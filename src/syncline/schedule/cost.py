@@ -31,7 +31,7 @@ taken times ``payload_share``: what TCP/IP and Ethernet headers leave of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Protocol, TypeVar
 
@@ -41,8 +41,9 @@ from syncline.arguments import Bounds, Count, Share, check_fields, checked
 from syncline.errors import ScheduleError
 from syncline.schedule.collective import Collective
 from syncline.schedule.draft import Draft
+from syncline.schedule.outline import Outline
 from syncline.schedule.schedule import Schedule
-from syncline.schedule.traffic import Floats, LinkTable, shares, steps_of
+from syncline.schedule.traffic import Floats, LinkTable, StepTraffic, shares, traffic_of
 from syncline.topology import DirectedLink, Topology
 
 T = TypeVar("T")
@@ -163,7 +164,7 @@ def fastest(candidates: Iterable[tuple[T, Predicted]]) -> T:
 
 @checked
 def predict(
-    schedule: Schedule | Draft,
+    schedule: Schedule | Draft | Outline,
     topology: Topology,
     num_bytes: int,
     slice_bytes: int = DEFAULT_SLICE_BYTES,
@@ -193,14 +194,14 @@ def predict(
     first_bytes = min(first_slice_bytes or even_bytes, even_bytes)
     table, model = LinkTable.of(topology), cost or CostModel()
     beginnings_s = model.call_overhead_s * max(1.0, draft.num_ranks / model.num_processors)
-    is_sum = bool(draft.transfers.add.any())
+    is_sum = draft.collective.adds
     other_s = 0.0 if is_sum else model.call_overhead_s / num_slices
     if in_windows is None:
         in_windows = draft.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
-    messages = window_messages(draft, num_slices) if in_windows else np.ones(len(draft.transfers))
-    pipeline = _Pipeline(draft, table, even_bytes, model, messages=messages, other_s=other_s)
+    steps = list(_traffic(draft, table, num_slices if in_windows else None))
+    pipeline = _Pipeline(steps, draft.num_ranks, table, even_bytes, model, other_s=other_s)
     part = first_bytes / even_bytes if even_bytes else 1.0
-    first = pipeline if part == 1 else _Pipeline(draft, table, first_bytes, model, messages=messages)
+    first = pipeline if part == 1 else _Pipeline(steps, draft.num_ranks, table, first_bytes, model)
     first_slice_s = (beginnings_s if is_sum else model.call_overhead_s) + _fill(first, pipeline, part)
     return Prediction(
         time_s=first_slice_s + (num_slices - part) * pipeline.period_s,
@@ -214,7 +215,14 @@ def predict(
     )
 
 
-def _check(draft: Draft, topology: Topology, num_bytes: int, slice_bytes: int) -> None:
+def _traffic(draft: Draft | Outline, table: LinkTable, num_windows: int | None) -> Iterator[StepTraffic]:
+    if isinstance(draft, Outline):
+        return draft.traffic(table, num_windows)
+    messages = np.ones(draft.num_messages) if num_windows is None else window_messages(draft, num_windows)
+    return traffic_of(draft, table, messages)
+
+
+def _check(draft: Draft | Outline, topology: Topology, num_bytes: int, slice_bytes: int) -> None:
     if draft.num_ranks != topology.num_ranks or num_bytes < 0 or slice_bytes < 1:
         raise ScheduleError(
             f"a prediction needs a schedule and a topology of as many ranks, at least 0 bytes and slices of 1 or more; "
@@ -241,22 +249,20 @@ class _Pipeline:
 
     def __init__(
         self,
-        draft: Draft,
+        steps: Iterable[StepTraffic],
+        num_ranks: int,
         table: LinkTable,
         slice_bytes: float,
         cost: CostModel,
         *,
-        messages: Floats,
         other_s: float = 0.0,
     ) -> None:
-        self._table = table
         self._cost = cost
         self._slice_bytes = slice_bytes
-        self._messages = messages
         self._s_per_byte = 1 / (table.bytes_per_s * cost.payload_share)
         self.link_s: Floats = np.zeros(len(table.links))
-        self.rank_s: Floats = np.full(draft.num_ranks, other_s)
-        self.step_s = [self._step(draft, rows, moved) for rows, moved in _rows_with_shares(draft)]
+        self.rank_s: Floats = np.full(num_ranks, other_s)
+        self.step_s = [self._step(step) for step in steps]
 
     @property
     def busiest_link_s(self) -> float:
@@ -273,16 +279,13 @@ class _Pipeline:
         """How long whatever is busiest is."""
         return self._together(self.busiest_link_s, float(self.rank_s.max()), float(self.rank_s.sum()))
 
-    def _step(self, draft: Draft, rows: slice, moved: Floats) -> float:
-        src, dst = draft.transfers.src[rows], draft.transfers.dst[rows]
-        link_s = self._table.load(src, dst, moved) * self._slice_bytes * self._s_per_byte
-        s_per_share = self._slice_bytes / self._cost.rank_bytes_per_s
-        sending_s = self._cost.message_overhead_s * self._messages[rows] + moved * s_per_share
-        receiving_s = sending_s + moved * s_per_share * draft.transfers.add[rows]
-        rank_s = np.bincount(src, sending_s, draft.num_ranks) + np.bincount(dst, receiving_s, draft.num_ranks)
+    def _step(self, step: StepTraffic) -> float:
+        link_s = step.links * self._slice_bytes * self._s_per_byte
+        handled_s = step.handled * (self._slice_bytes / self._cost.rank_bytes_per_s)
+        rank_s = self._cost.message_overhead_s * step.messages + handled_s
         self.link_s += link_s
         self.rank_s += rank_s
-        latency_s = float(self._table.latencies(src, dst).max()) + self._cost.message_overhead_s
+        latency_s = step.latency_s + self._cost.message_overhead_s
         return self._together(float(link_s.max(initial=0.0)), float(rank_s.max()), float(rank_s.sum())) + latency_s
 
     def _together(self, busiest_link_s: float, busiest_rank_s: float, all_ranks_s: float) -> float:
@@ -299,6 +302,8 @@ def window_messages(draft: Draft, num_slices: int) -> Floats:
     return counts
 
 
-def _rows_with_shares(draft: Draft) -> list[tuple[slice, Floats]]:
-    moved = shares(draft)
-    return [(rows, moved[rows]) for rows in steps_of(draft.transfers)]
+def count_messages(draft: Draft | Outline, num_windows: int | None) -> float:
+    """Return how many messages a slice takes, or a round of windows."""
+    if isinstance(draft, Outline):
+        return draft.count_messages(num_windows)
+    return draft.num_messages if num_windows is None else float(window_messages(draft, num_windows).sum())

@@ -57,6 +57,11 @@ class Draft:
         return len(self.cuts) - 1
 
     @property
+    def num_messages(self) -> int:
+        """Number of transfers."""
+        return len(self.transfers)
+
+    @property
     def num_replicas(self) -> int:
         """Number of owners of each atom: in each replica one."""
         return len(self.owners)
@@ -65,6 +70,12 @@ class Draft:
     def has_owners(self) -> bool:
         """Whether every atom has an owner."""
         return bool((self.owners != UNOWNED).all())
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The part of the data that each rank owns, in the first replica."""
+        sizes = np.diff(np.array([cut / self.denominator for cut in self.cuts]))
+        return tuple(np.bincount(self.owners[0], sizes, self.num_ranks).tolist())
 
     @property
     def num_steps(self) -> int:

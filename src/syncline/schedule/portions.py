@@ -8,9 +8,9 @@ taken for an all-reduce, else the nearest to equal portions. Complexity: O(nodes
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from syncline.schedule.bound import Branch, bisect_time, branch_of, with_finite_rates
+from syncline.schedule.bound import Branch, bisect_time, branch_of, condensed, with_finite_rates
 from syncline.schedule.collective import Collective
 from syncline.schedule.ownership import Fractions
 from syncline.schedule.water_filling import (
@@ -20,7 +20,7 @@ from syncline.schedule.water_filling import (
     nearest_to_equal,
     nearest_to_proportions,
 )
-from syncline.topology import Topology
+from syncline.topology import Node, Topology
 
 # Fractions for an all-reduce on a tree with unequal links, solved exactly (docs/mechanisms.md, Tree all-reduce).
 #
@@ -50,33 +50,31 @@ def divide_all_reduce(tree: Branch, seconds: float) -> dict[str, list[float]] | 
 
     def bear(branch: Branch) -> float:
         own = math.inf if branch.is_whole else seconds * min(branch.up, branch.down)
-        below = [bear(child) for child in branch.children]
-        most[branch.name] = min(own, sum(below) - 2 * (len(below) - 1)) if below else own
+        below = [(bear(child), child.count) for child in branch.children]
+        spare = sum(each * count for each, count in below) - 2 * (sum(count for _, count in below) - 1)
+        most[branch.name] = min(own, spare) if below else own
         return most[branch.name]
 
     bear(tree)
     loads, fractions = {tree.name: 0.0}, {}
     for parent in tree.parents():
-        load, degree = loads[parent.name], len(parent.children)
+        load, children = loads[parent.name], parent.all_children
+        degree = len(children)
         spread = degree - 2 + load
         if degree == 1:
-            loads[parent.children[0].name] = load
+            loads[children[0].name] = load
             continue
-        room = [most[child.name] - 1 for child in parent.children]
+        room = [most[child.name] - 1 for child in children]
         if min(room) < -ROUNDING:
             return None
         ranges = [(0.0, max(0.0, one) / spread if spread > ROUNDING else 1.0) for one in room]
-        parts = nearest_to_proportions(_rates_of_children(parent), ranges)
+        parts = nearest_to_proportions(limited_by_the_next([min(child.up, child.down) for child in children]), ranges)
         if parts is None:
             return None
         fractions[parent.name] = parts
-        for child, part in zip(parent.children, parts, strict=True):
+        for child, part in zip(children, parts, strict=True):
             loads[child.name] = 1 + part * spread
     return fractions
-
-
-def _rates_of_children(parent: Branch) -> list[float]:
-    return limited_by_the_next([min(child.up, child.down) for child in parent.children])
 
 
 # Fractions for a reduce-scatter alone on a tree with unequal links; exact for two levels, a search beyond.
@@ -186,11 +184,22 @@ def best_fractions(topology: Topology, collective: Collective) -> Fractions:
     if topology.num_ranks == 1 or collective is Collective.BROADCAST:
         return {}
     tree = with_finite_rates(branch_of(topology, swapped=collective is Collective.ALL_GATHER))
-    divide = divide_all_reduce if collective is Collective.ALL_REDUCE else divide_reduce_scatter
+    divide = divide_reduce_scatter
+    if collective is Collective.ALL_REDUCE:  # which asks nothing that differs between children that are alike
+        tree, divide = condensed(tree), divide_all_reduce
     start = 1 / max(branch.up for branch in tree.walk() if not branch.is_whole)
     _, seconds = bisect_time(lambda time: divide(tree, time) is not None, start, num_bisections=_NUM_BISECTIONS)
     fractions = divide(tree, seconds) or {}
-    return {name: weights for name, parts in fractions.items() if len(set(weights := _weights(parts))) > 1}
+    uneven = {name: weights for name, parts in fractions.items() if len(set(weights := _weights(parts))) > 1}
+    return dict(_of_all(topology.root, tree, uneven))
+
+
+def _of_all(node: Node, branch: Branch, weights: Fractions) -> Iterator[tuple[str, Sequence[int]]]:
+    """Yield the weights of ``node`` and all below, which ``branch`` is, or stands for."""
+    if branch.name in weights:
+        yield node.name, weights[branch.name]
+    for child, below in zip(node.children, branch.all_children, strict=True):
+        yield from _of_all(child, below, weights)
 
 
 def _weights(parts: Sequence[float]) -> list[int]:

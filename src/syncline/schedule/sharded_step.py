@@ -28,7 +28,7 @@ from syncline.schedule.spare_choice import draft_with_spares
 from syncline.schedule.spares import Apart, spare_shares
 from syncline.schedule.step_candidates import Portions, limits_of, upto
 from syncline.schedule.step_flow import STEP, solve_step_flow
-from syncline.schedule.step_prediction import StepPrediction, in_windows, predict_pair, shares_of
+from syncline.schedule.step_prediction import StepPrediction, in_windows, predict_pair
 from syncline.schedule.transfers import Transfers
 from syncline.schedule.verifier import verify
 from syncline.topology import Topology
@@ -63,7 +63,7 @@ class ShardedStep:
     @property
     def shares(self) -> tuple[float, ...]:
         """The part of the data that each rank owns; they sum to 1."""
-        return shares_of(self.reduce_scatter.draft)
+        return self.reduce_scatter.draft.shares
 
     @property
     def spare_shares(self) -> tuple[float, ...]:

@@ -9,7 +9,7 @@ from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel
 from syncline.schedule.in_trees import RESOLUTION
 from syncline.schedule.spares import Apart, add_spares, owners_of, spare_shares, spares_of, ways_apart
 from syncline.schedule.step_candidates import MAY_TAKE, Candidate, Portions, draft_sharded_steps
-from syncline.schedule.step_prediction import predict_pair, shares_of
+from syncline.schedule.step_prediction import predict_pair
 from syncline.topology import Topology
 
 _MOST_TRIED = 4
@@ -67,7 +67,7 @@ def choose_spares(
     fullest = ""
     for (pair, _), way in _tried(candidates, topology, apart):
         with_spares = add_spares(pair, spares_of(topology, owners_of(pair[0]), way))
-        full = _full_rank(shares_of(pair[0]), spare_shares(with_spares[0]), most)
+        full = _full_rank(pair[0].shares, spare_shares(with_spares[0]), most)
         if full is not None:
             fullest = fullest or full
             continue
@@ -86,7 +86,7 @@ def _tried(
     candidates: Sequence[Candidate], topology: Topology, apart: Apart | None
 ) -> Iterator[tuple[Candidate, Apart]]:
     for candidate in candidates[:_MOST_TRIED]:
-        ways = ways_apart(topology, shares_of(candidate[0][0]))
+        ways = ways_apart(topology, candidate[0][0].shares)
         for way in (apart,) if apart in ways else ways:
             yield candidate, way
 

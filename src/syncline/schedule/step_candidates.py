@@ -25,7 +25,7 @@ from syncline.schedule.levelled_step import LevelledStep
 from syncline.schedule.planners import check_plannable, planners_for
 from syncline.schedule.safest import safest, supposed_network
 from syncline.schedule.step_flow import STEP, Limits, StepFlow, solve_step_flow
-from syncline.schedule.step_prediction import Pair, StepPrediction, predict_pair, shares_of
+from syncline.schedule.step_prediction import Pair, StepPrediction, predict_pair
 from syncline.schedule.verifier import split_at_owners
 from syncline.schedule.weighted_tree import draft_portions, draft_weighted_tree
 from syncline.topology import Topology
@@ -153,7 +153,7 @@ class _Search:
         """Return those in which no rank owns much more than others, if the fastest of them is nearly as fast as any."""
         best = self.fastest(limits)
         allowed_s = best[0][1].time_s * MAY_TAKE
-        most = max(shares_of(best[0][0][0]))
+        most = max(best[0][0][0].shares)
         capped = [[min(limit, cap) for limit in limits] for cap in _caps(len(self._speakers)) if cap < most]
         begin = 0
         if capped and self._least_s(capped[0]) > allowed_s:
@@ -276,7 +276,7 @@ def upto(limits: Sequence[float]) -> Limits:
 
 
 def _fits(draft: Draft, limits: Sequence[float]) -> bool:
-    return all(part <= limit + 1 / RESOLUTION for part, limit in zip(shares_of(draft), limits, strict=True))
+    return all(part <= limit + 1 / RESOLUTION for part, limit in zip(draft.shares, limits, strict=True))
 
 
 def _caps(num_ranks: int) -> Iterator[float]:

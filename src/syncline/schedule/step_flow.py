@@ -30,7 +30,7 @@ from itertools import pairwise, product
 import numpy as np
 
 from syncline.errors import ScheduleError
-from syncline.schedule.bound import Branch, branch_of, lower_bound
+from syncline.schedule.bound import Branch, branch_of, condensed, lower_bound
 from syncline.schedule.collective import Collective
 from syncline.schedule.traffic import Floats
 from syncline.topology import Topology
@@ -90,15 +90,18 @@ def solve_step_flow(
 
     ``through``: what owners send and receive besides in each half, times what they own. ``least_s``: the seconds
     per byte that each half may take in any case. ``is_at_once``: both halves of an all-reduce share the links, and
-    the time of both together counts as that of the first. ``is_bound`` lets branches send without merging, and has no
-    prices. O(nodes) variables and rows. Raises :class:`ScheduleError` if no shares are within the limits.
+    the time of both together counts as that of the first. ``is_bound`` lets branches send without merging, has no
+    prices, and looks at one of siblings that are alike. O(nodes) variables and rows. Raises :class:`ScheduleError`
+    if no shares are within the limits.
     """
     fastest = list(least_s) or [lower_bound(topology, half, 1) for half in halves]
     if is_at_once:
         fastest = [lower_bound(topology, Collective.ALL_REDUCE, 1), 0.0]
     trees = [branch_of(topology, swapped=half is Collective.ALL_GATHER) for half in halves]
+    if is_bound:
+        trees = [condensed(tree, limits) for tree in trees]
     unit = sum(fastest) or 1 / min((rate for rate in _rates(trees[0]) if rate < math.inf), default=1.0)
-    layout = _Columns(tuple(trees[0].walk()), len(halves))
+    layout = _Columns(tuple(trees[0].walk()), len(halves), follows=not is_bound)
     program = _Program(num_columns=layout.num_columns)
     _divide(program, layout, limits)
     for number, tree in enumerate(trees):
@@ -112,7 +115,7 @@ def solve_step_flow(
         _set_prices(program, layout, is_direct=is_direct)
     values = program.solve()
     return StepFlow(
-        shares=tuple(values[layout.shares(node)] for node in layout.node_of_rank),
+        shares=tuple(values[layout.shares(node)] for node in layout.node_of_rank.values()),
         halves=tuple(layout.flow(values, number, unit) for number in range(len(halves))),
     )
 
@@ -126,16 +129,17 @@ class _Columns:
 
     OWN, SIBLING, OUTSIDE, OWN_MORE, SIBLING_MORE, OUTSIDE_MORE, MOST = range(7)
 
-    def __init__(self, nodes: Sequence[Branch], num_halves: int) -> None:
+    def __init__(self, nodes: Sequence[Branch], num_halves: int, *, follows: bool) -> None:
         number = {id(branch): place for place, branch in enumerate(nodes)}
         self.nodes = nodes
         self.num_ranks = len(nodes[0].ranks)
         self.children = [[number[id(child)] for child in branch.children] for branch in nodes]
         leaves = {branch.ranks[0]: place for place, branch in enumerate(nodes) if not branch.children}
-        self.node_of_rank = [leaves[rank] for rank in range(self.num_ranks)]
-        self.ancestors = [
-            [node for node, branch in enumerate(nodes) if rank in branch.ranks] for rank in range(self.num_ranks)
-        ]
+        self.node_of_rank = dict(sorted(leaves.items()))
+        self.ancestors: list[list[int]] = [[] for _ in range(self.num_ranks if follows else 0)]
+        for place, branch in enumerate(nodes if follows else ()):
+            for rank in branch.ranks:
+                self.ancestors[rank].append(place)
         pairs = (
             (node, rank) for rank, path in enumerate(self.ancestors) for node in path if len(self.children[node]) > 1
         )
@@ -144,6 +148,9 @@ class _Columns:
         self._halves_begin = 2 * len(nodes)
         self.num_columns = self._halves_begin + num_halves * self._per_half
         self.num_halves = num_halves
+
+    def count(self, node: int) -> float:
+        return float(self.nodes[node].count)
 
     def shares(self, node: int) -> int:
         return node
@@ -228,10 +235,11 @@ def _divide(program: _Program, layout: _Columns, limits: Limits) -> None:
     program.lowest[layout.shares(0)] = program.highest[layout.shares(0)] = 1.0
     for node, children in enumerate(layout.children):
         if children:
-            parts = [(layout.shares(child), 1.0) for child in children]
+            parts = [(layout.shares(child), layout.count(child)) for child in children]
             program.add([*parts, (layout.shares(node), -1.0)], is_equal=True)
-    for node, (least, most) in zip(layout.node_of_rank, limits, strict=True):
+    for rank, node in layout.node_of_rank.items():
         if layout.num_ranks > 1:
+            least, most = limits[rank]
             program.lowest[layout.shares(node)], program.highest[layout.shares(node)] = least, most
 
 
@@ -323,14 +331,17 @@ class _Half:
 
     def _conserve(self, node: int, children: Sequence[int]) -> None:
         """Let what comes to children be what comes from above or leaves another child, for each class of elements."""
-        layout, more = self._layout, float(len(children) - 1)
-        column, share = self._column, layout.shares(node)
-        coming = [(column(kind, child), 1.0) for child in children for kind in (layout.OWN, layout.SIBLING)]
-        going = [(column(kind, child), -1.0) for child in children for kind in (layout.OWN_MORE, layout.SIBLING_MORE)]
+        layout, column, share = self._layout, self._column, self._layout.shares(node)
+        each = [(child, layout.count(child)) for child in children]
+        more = sum(count for _, count in each) - 1
+        coming = [(column(kind, child), count) for child, count in each for kind in (layout.OWN, layout.SIBLING)]
+        going = [
+            (column(kind, child), -count) for child, count in each for kind in (layout.OWN_MORE, layout.SIBLING_MORE)
+        ]
         above = [(column(layout.OWN, node), -1.0), (column(layout.OWN_MORE, node), 1.0), (share, -more)]
         self._program.add([*coming, *going, *above], is_equal=True)
-        coming = [(column(layout.OUTSIDE, child), 1.0) for child in children]
-        going = [(column(layout.OUTSIDE_MORE, child), -1.0) for child in children]
+        coming = [(column(layout.OUTSIDE, child), count) for child, count in each]
+        going = [(column(layout.OUTSIDE_MORE, child), -count) for child, count in each]
         above = [(column(kind, node), -1.0) for kind in (layout.SIBLING, layout.OUTSIDE)]
         above += [(column(kind, node), 1.0) for kind in (layout.SIBLING_MORE, layout.OUTSIDE_MORE)]
         self._program.add([*coming, *going, *above, (share, more)], more, is_equal=True)

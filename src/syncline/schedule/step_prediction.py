@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from syncline.schedule.cost import CostModel, Prediction, predict, window_messages
+from syncline.schedule.cost import CostModel, Prediction, count_messages, predict
 from syncline.schedule.draft import Draft
+from syncline.schedule.outline import Outline
 from syncline.topology import Topology
 
 _WORTH_WINDOWS = 1.5
 """So many times the messages of windows slices may take. Slices load all links evenly at all times; windows go round
 the owners, and a link whose owners are few has at times no window to carry: on virtual time, without any cost of
 messages, a step took 1.93 s in windows and 1.74 s in slices on ``three-racks-uneven-uplinks``."""
-Pair = tuple[Draft, Draft]
+Pair = tuple[Draft, Draft] | tuple[Outline, Outline]
 """A reduce-scatter and an all-gather with the same cuts and owners."""
 
 
@@ -54,8 +53,8 @@ class StepPrediction:
 
 def in_windows(pair: Pair, num_slices: int) -> bool:
     """Whether windows on one owner's part each take far fewer messages than slices that look like the whole."""
-    num_in_windows = sum(float(window_messages(draft, num_slices).sum()) for draft in pair)
-    return num_in_windows * _WORTH_WINDOWS < sum(len(draft.transfers) for draft in pair)
+    num_in_windows = sum(count_messages(draft, num_slices) for draft in pair)
+    return num_in_windows * _WORTH_WINDOWS < sum(draft.num_messages for draft in pair)
 
 
 def predict_pair(
@@ -67,9 +66,3 @@ def predict_pair(
         predict(half, topology, num_bytes, slice_bytes, in_windows=is_in_windows, cost=cost) for half in pair
     )
     return StepPrediction(reduce_scatter=scatter, all_gather=gather)
-
-
-def shares_of(draft: Draft) -> tuple[float, ...]:
-    """Return the part of the data that each rank owns."""
-    sizes = np.diff(np.array([cut / draft.denominator for cut in draft.cuts]))
-    return tuple(np.bincount(draft.owners[0], sizes, draft.num_ranks).tolist())

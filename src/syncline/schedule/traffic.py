@@ -81,6 +81,34 @@ def _latency(node: Node) -> float:
     return node.link.latency_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTraffic:
+    """What one step of a schedule puts on each directed link, in parts of the data, and on each rank.
+
+    Of ranks it is the messages that each sends and receives, and the parts of the data in them; what is added counts
+    twice. ``latency_s`` is that of the longest way.
+    """
+
+    links: Floats
+    messages: Floats
+    handled: Floats
+    latency_s: float
+
+
+def traffic_of(draft: Draft, table: LinkTable, messages: Floats) -> Iterator[StepTraffic]:
+    """Yield what each step moves, where transfers are so many messages each."""
+    moved = shares(draft)
+    for rows in steps_of(draft.transfers):
+        src, dst, part, number = draft.transfers.src[rows], draft.transfers.dst[rows], moved[rows], messages[rows]
+        received = part * (1 + draft.transfers.add[rows])
+        yield StepTraffic(
+            links=table.load(src, dst, part),
+            messages=np.bincount(src, number, draft.num_ranks) + np.bincount(dst, number, draft.num_ranks),
+            handled=np.bincount(src, part, draft.num_ranks) + np.bincount(dst, received, draft.num_ranks),
+            latency_s=float(table.latencies(src, dst).max()),
+        )
+
+
 def link_bytes(draft: Draft, topology: Topology, num_bytes: int) -> Mapping[DirectedLink, int]:
     """Return the bytes on each directed link for a buffer of ``num_bytes`` single bytes in one slice."""
     table = LinkTable.of(topology)

@@ -16,16 +16,20 @@ link, it loads such a link with what two hosts exchange, not with what all do.
 
 from __future__ import annotations
 
+import numpy as np
+
 from syncline.arguments import checked
 from syncline.schedule.collective import Collective
 from syncline.schedule.draft import Draft, lowest_terms
 from syncline.schedule.gateways import gateway_fractions, is_bound_to_gateways
+from syncline.schedule.leaves import leaves
+from syncline.schedule.outline import DirectExchange, Outline, Part, Shape, shape_of
 from syncline.schedule.ownership import Fractions, Target, TreeDivision, check_fractions, draw_exchanges
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.transfers import Transfers
 from syncline.schedule.tree_broadcast import draft_tree_broadcast
 from syncline.schedule.verifier import verify
-from syncline.topology import Topology
+from syncline.topology import Node, Topology
 
 
 @checked
@@ -67,9 +71,7 @@ def draft_tree(
     """Draw what :func:`plan_tree` verifies; with ``ring_at_root`` the children of the root exchange in a ring."""
     if collective is Collective.BROADCAST:
         return draft_tree_broadcast(topology, root=root, fractions=fractions, planner=planner)
-    weights = check_fractions(topology, fractions)
-    if is_bound_to_gateways(topology, collective, target):
-        weights = {**weights, **gateway_fractions(topology)}
+    weights = _weights(topology, collective, fractions, target)
     division = TreeDivision(topology.root, num_ranks=topology.num_ranks, fractions=weights, target=target)
     cuts = tuple(sorted(division.cuts()))
     ring_at = division.exchanges[-1].parent if ring_at_root and division.exchanges else None
@@ -89,3 +91,31 @@ def draft_tree(
         owners=division.own.lookup(cuts),
         planner=planner,
     )
+
+
+def outline_tree(
+    topology: Topology, collective: Collective, *, fractions: Fractions | None = None, planner: str = "tree"
+) -> Outline:
+    """Return in outline what :func:`draft_tree` draws; no broadcast, and no other target than "balanced"."""
+    weights = _weights(topology, collective, fractions, "balanced")
+    exchanges, parts = dict[tuple[int, ...], DirectExchange](), dict[Shape, Part]()
+
+    def exchange(weights: tuple[int, ...]) -> DirectExchange:
+        return exchanges.setdefault(weights, DirectExchange(weights))
+
+    def part(shape: Shape) -> Part:
+        if shape not in parts:
+            children, own = [part(child) for child in shape.children], shape.mark or (1,) * len(shape.children)
+            parts[shape] = Part(shape.latency_s, children, lambda: exchange(own))
+        return parts[shape]
+
+    def mark(node: Node) -> tuple[int, ...] | None:
+        return tuple(weights[node.name]) if node.name in weights else None
+
+    root = part(shape_of(topology, mark))
+    return Outline(collective=collective, planner=planner, order=np.array(leaves(topology.root)), root=root)
+
+
+def _weights(topology: Topology, collective: Collective, fractions: Fractions | None, target: Target) -> Fractions:
+    weights = check_fractions(topology, fractions)
+    return {**weights, **gateway_fractions(topology)} if is_bound_to_gateways(topology, collective, target) else weights

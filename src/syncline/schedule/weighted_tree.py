@@ -12,8 +12,9 @@ the tree planner's, with up to twice as many steps where sums meet on their way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from syncline.arguments import checked
 from syncline.schedule.aggregation_ranks import MOST_RANKS, draft_with_aggregation_ranks
@@ -23,14 +24,17 @@ from syncline.schedule.cost import CostModel, fastest, predict
 from syncline.schedule.draft import Draft
 from syncline.schedule.gateways import is_bound_to_gateways, speaking
 from syncline.schedule.in_trees import draft_with_owners, weights_of_shares
+from syncline.schedule.outline import Outline
 from syncline.schedule.ownership import Fractions, Target
 from syncline.schedule.portions import best_fractions
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.step_flow import STEP, solve_step_flow
 from syncline.schedule.transfers import Transfers
-from syncline.schedule.tree import draft_tree
+from syncline.schedule.tree import draft_tree, outline_tree
 from syncline.schedule.verifier import verify
 from syncline.topology import Topology
+
+T = TypeVar("T", Draft, Outline)
 
 _COMPARED_AT_BYTES = 16 << 20
 """A planner is not told the size: portions are compared at this one, and planners again at the size of each call."""
@@ -63,7 +67,7 @@ def draft_weighted_tree(
     """Draw what :func:`plan_weighted_tree` verifies."""
     draft = draft_portions(topology, collective, target=target, root=root)
     may_flow = collective is Collective.ALL_REDUCE and len(topology.speakers) == topology.num_ranks <= MOST_RANKS
-    if not may_flow or _over_bound(draft, topology, target) <= FAR:
+    if not may_flow or _over_bound(draft, topology, target, root) <= FAR:
         return draft
     return _fastest([draft, _draft_flows(topology)], topology)
 
@@ -74,15 +78,36 @@ def draft_portions(topology: Topology, collective: Collective, *, target: Target
     def draw(fractions: Fractions) -> Draft:
         return draft_tree(topology, collective, fractions=fractions, target=target, root=root, planner=_NAME)
 
-    drafts = [draw({})]
+    others = []
     if _may_aggregate_elsewhere(topology, collective, target):
-        drafts.append(draft_with_aggregation_ranks(topology, collective, planner=_NAME))
-    if min(_over_bound(draft, topology, target) for draft in drafts) > 1 + _CLOSE_ENOUGH:
+        others.append(draft_with_aggregation_ranks(topology, collective, planner=_NAME))
+    return _with_portions(topology, collective, draw, others, target=target, root=root)
+
+
+def outline_weighted_tree(topology: Topology, collective: Collective) -> Outline:
+    """Return in outline what :func:`draft_portions` draws; no broadcast, and no other target than "balanced"."""
+    return _with_portions(
+        topology, collective, lambda each: outline_tree(topology, collective, fractions=each, planner=_NAME)
+    )
+
+
+def _with_portions(
+    topology: Topology,
+    collective: Collective,
+    draw: Callable[[Fractions], T],
+    others: Sequence[T] = (),
+    *,
+    target: Target = "balanced",
+    root: int = 0,
+) -> T:
+    """Return the fastest of equal portions, ``others`` and, where these are not as good as can be, other portions."""
+    drafts = [draw({}), *others]
+    if min(_over_bound(draft, topology, target, root) for draft in drafts) > 1 + _CLOSE_ENOUGH:
         drafts += [draw(fractions) for fractions in _candidates(topology, collective, target) if fractions]
     return _fastest(drafts, topology)
 
 
-def _fastest(drafts: Iterable[Draft], topology: Topology) -> Draft:
+def _fastest(drafts: Iterable[T], topology: Topology) -> T:
     return fastest((draft, predict(draft, topology, _COMPARED_AT_BYTES)) for draft in drafts)
 
 
@@ -103,9 +128,9 @@ def _draft_flows(topology: Topology) -> Draft:
     return replace(scatter, collective=Collective.ALL_REDUCE, transfers=both)
 
 
-def _over_bound(draft: Draft, topology: Topology, target: Target) -> float:
+def _over_bound(draft: Draft | Outline, topology: Topology, target: Target, root: int) -> float:
     """Return how many times the bound the busiest link takes; 1 where no link limits."""
-    bound = lower_bound(topology, draft.collective, _COMPARED_AT_BYTES, target=target, root=draft.root)
+    bound = lower_bound(topology, draft.collective, _COMPARED_AT_BYTES, target=target, root=root)
     prediction = predict(draft, topology, _COMPARED_AT_BYTES, cost=CostModel.of_links_alone())
     return max(prediction.link_s.values(), default=0.0) / bound if bound else 1.0
 
