@@ -9,7 +9,15 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 from schedule_trees import balanced_tree, trees
 
-from syncline.schedule import CostModel, Layout, plan_sharded_step, predict_sharded_step, sharded_step_bound, verify
+from syncline.schedule import (
+    CostModel,
+    Layout,
+    levelled_step,
+    plan_sharded_step,
+    predict_sharded_step,
+    sharded_step_bound,
+    verify,
+)
 from syncline.schedule.levelled_step import LevelledStep
 from syncline.topology import Link, Topology
 from syncline.topology.tree import relinked
@@ -57,8 +65,10 @@ def test_portions_of_many_ranks_are_met():
 
 def test_levels_that_are_alike_are_solved_once(monkeypatch):
     solved = []
-    original = LevelledStep._exchange
-    monkeypatch.setattr(LevelledStep, "_exchange", lambda *given: solved.append(1) or original(*given))
+    solve = levelled_step.solve_step_flow
+    monkeypatch.setattr(
+        levelled_step, "solve_step_flow", lambda *given, **more: solved.append(1) or solve(*given, **more)
+    )
     LevelledStep(balanced_tree([[1] * 8] * 16), [1 / 128] * 128)
     assert len(solved) == 4, "racks and the switch above them, twice each"
 

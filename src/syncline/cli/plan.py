@@ -25,6 +25,7 @@ from syncline.cli.step_plan import (
     parse_replicate,
     plan_replicas,
     plan_step,
+    prove,
     show_replicas,
     show_step,
 )
@@ -43,6 +44,7 @@ from syncline.report import format_rates, network_links
 from syncline.report.terminal import new_table
 from syncline.schedule import Collective, Prediction, Schedule, lower_bound, predict, with_gateways_chosen
 from syncline.schedule.cost import fastest, predicted_slice_bytes
+from syncline.schedule.outline import Outline
 from syncline.schedule.ownership import Target
 from syncline.schedule.planners import PLANNERS, check_plannable
 from syncline.topology import DirectedLink, Direction, Link, Topology
@@ -71,6 +73,8 @@ class PlannerResult:
     num_steps: int
     num_messages: int
     link_bytes: Mapping[DirectedLink, int]
+    proof: str
+    """How it is verified."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +86,8 @@ class Comparison:
     num_bytes: int
     bound_s: float
     results: tuple[PlannerResult, ...]
+    left_out: Mapping[str, int]
+    """Planners that cannot win among so many ranks, or are not drawn, and beyond how many."""
 
     @property
     def winner(self) -> PlannerResult:
@@ -97,6 +103,7 @@ class Comparison:
             "num_bytes": self.num_bytes,
             "bound_s": self.bound_s,
             "winner": self.winner.planner,
+            "left_out": dict(self.left_out),
             "planners": [_result_json(result) for result in self.results],
         }
 
@@ -107,32 +114,43 @@ def compare_planners(
     """Plan ``collective`` with every planner that serves it, and prove and predict each schedule."""
     if not 0 <= root < topology.num_ranks:
         raise ConfigurationError(f"--root must be a rank from 0 to {topology.num_ranks - 1}, got {root}")
-    check_plannable(topology)
     topology = with_gateways_chosen(topology, num_bytes)
+    able = [planner for planner in PLANNERS.values() if planner.serves(topology, collective, target)]
+    left_out = {
+        planner.name: planner.most_ranks
+        for planner in able
+        if topology.num_ranks > planner.most_ranks and not planner.outlines(topology, collective, target)
+    }
+    if len(left_out) == len(able):
+        check_plannable(topology)
     bound_s = lower_bound(topology, collective, num_bytes, target=target, root=root)
-    schedules = [
-        planner.plan(topology, collective, target=target, root=root)
-        for planner in PLANNERS.values()
-        if planner.serves(topology, collective, target)
+    plans: list[Schedule | Outline] = [
+        planner.outline(topology, collective)
+        if planner.outline is not None and planner.outlines(topology, collective, target)
+        else planner.plan(topology, collective, target=target, root=root)
+        for planner in able
+        if planner.name not in left_out
     ]
     return Comparison(
         topology=topology,
         collective=collective,
         num_bytes=num_bytes,
         bound_s=bound_s,
-        results=tuple(_judge(schedule, topology, num_bytes, bound_s) for schedule in schedules),
+        results=tuple(_judge(plan, topology, num_bytes, bound_s) for plan in plans),
+        left_out=left_out,
     )
 
 
-def _judge(schedule: Schedule, topology: Topology, num_bytes: int, bound_s: float) -> PlannerResult:
-    prediction = predict(schedule, topology, num_bytes, predicted_slice_bytes(topology))
+def _judge(plan: Schedule | Outline, topology: Topology, num_bytes: int, bound_s: float) -> PlannerResult:
+    prediction = predict(plan, topology, num_bytes, predicted_slice_bytes(topology))
     return PlannerResult(
-        planner=schedule.planner,
+        planner=plan.planner,
         prediction=prediction,
         ratio=prediction.time_s / bound_s if bound_s > 0 else math.inf,
-        num_steps=schedule.num_steps,
-        num_messages=len(schedule.transfers),
-        link_bytes=schedule.link_bytes(topology, num_bytes),
+        num_steps=plan.num_steps,
+        num_messages=plan.num_messages if isinstance(plan, Outline) else len(plan.transfers),
+        link_bytes=plan.link_bytes(topology, num_bytes),
+        proof=prove(plan),
     )
 
 
@@ -143,6 +161,7 @@ def _result_json(result: PlannerResult) -> dict[str, Any]:
         links.setdefault(link.child, {})[link.direction] = amount
     return {
         "planner": result.planner,
+        "verified": result.proof,
         "time_s": prediction.time_s,
         "ratio": result.ratio if math.isfinite(result.ratio) else None,
         "num_steps": result.num_steps,
@@ -274,6 +293,10 @@ def show(comparison: Comparison, console: Console) -> None:
         f"{comparison.topology.num_ranks} ranks: {limit if comparison.bound_s else 'no link limits it'}\n"
     )
     console.print(planner_table(comparison))
+    for planner, most_ranks in comparison.left_out.items():
+        console.print(f"{planner} is not considered beyond {most_ranks:,} ranks")
+    for result in comparison.results:
+        console.print(f"{result.planner} is verified {result.proof}")
     if network_links(comparison.topology):
         console.print(link_bytes_table(comparison))
 

@@ -16,16 +16,20 @@ from rich.table import Table
 
 from syncline.errors import ConfigurationError
 from syncline.report.terminal import new_table
-from syncline.schedule import StepPrediction, sharded_step_bound
+from syncline.schedule import Draft, Schedule, StepPrediction, sharded_step_bound, verify
 from syncline.schedule.cost import predicted_slice_bytes
+from syncline.schedule.levelled_step import Known
+from syncline.schedule.outline import Outline
 from syncline.schedule.replicas import Replicas, Replicate, find_replicas, levels_of
 from syncline.schedule.replicated_step import ReplicaStep, choose_replicas, draft_replicas
 from syncline.schedule.spare_choice import draft_with_spares
 from syncline.schedule.spares import Apart, spare_shares
 from syncline.schedule.step_candidates import BALANCED, MANY_RANKS, Cap, compare_caps
+from syncline.schedule.verifier import verify_outline
 from syncline.topology import Topology
 from syncline.units import format_duration, format_size
 
+WHOLE = "whole: all ranks, and all data"
 Portions = Literal["balanced", "fastest"] | Cap
 PAYS_FROM = 0.95
 """Both directions at once are worth it if they take no more than this part of the time."""
@@ -86,6 +90,8 @@ class StepPlan:
     capped_bound_s: float
     """The bound if no rank may own more than the one that owns most."""
     shares: tuple[float, ...]
+    proof: str
+    """How the chosen one is verified."""
     results: tuple[StepResult, ...]
     caps: tuple[CapResult, ...]
     spares: SparePlan | None = None
@@ -109,6 +115,7 @@ class StepPlan:
             "shares": list(self.shares),
             "step_in_backward_pays": self.overlap_pays,
             "winner": self.results[0].planner,
+            "verified": self.proof,
             "spares": self.spares.to_json() if self.spares is not None else None,
             "planners": [_result_json(result, self.bound_s) for result in self.results],
             "caps": [asdict(result) for result in self.caps],
@@ -133,15 +140,29 @@ def parse_portions(text: str) -> Portions:
     return cap
 
 
+def prove(*plans: Schedule | Draft | Outline) -> str:
+    """Verify what is not verified yet, and say how; of several plans, which divide the data alike, as of one."""
+    said = ""
+    for plan in plans:
+        said = WHOLE
+        if isinstance(plan, Outline):
+            said = verify_outline(plan)
+        elif isinstance(plan, Draft):
+            verify(plan)
+    return said
+
+
 def plan_step(topology: Topology, num_bytes: int, portions: Portions, *, spares: int = 0) -> StepPlan:
     """Compare the candidates for a sharded step of ``num_bytes``."""
-    slice_bytes = predicted_slice_bytes(topology)
+    slice_bytes, known = predicted_slice_bytes(topology), Known()
     caps = CAPS if topology.num_ranks <= MANY_RANKS else CAPS[1::2]
-    ((scatter, _), prediction), apart, candidates = draft_with_spares(
-        topology, num_bytes, portions=portions, spares=spares, slice_bytes=slice_bytes
+    ((scatter, gather), prediction), apart, candidates = draft_with_spares(
+        topology, num_bytes, portions=portions, spares=spares, slice_bytes=slice_bytes, known=known
     )
     shares = scatter.shares
-    of_spares = None if apart is None else SparePlan(apart=apart, shares=spare_shares(scatter), prediction=prediction)
+    of_spares = None
+    if apart is not None and isinstance(scatter, Draft):
+        of_spares = SparePlan(apart=apart, shares=spare_shares(scatter), prediction=prediction)
     return StepPlan(
         topology=topology,
         portions=portions,
@@ -149,10 +170,11 @@ def plan_step(topology: Topology, num_bytes: int, portions: Portions, *, spares:
         bound_s=sharded_step_bound(topology, num_bytes),
         capped_bound_s=sharded_step_bound(topology, num_bytes, most=[max(shares)] * topology.num_ranks),
         shares=shares,
+        proof=prove(scatter, gather),
         spares=of_spares,
         caps=tuple(
             CapResult(cap=cap, time_s=prediction.time_s, most_owned=max(scatter.shares))
-            for cap, ((scatter, _), prediction) in compare_caps(topology, num_bytes, caps, slice_bytes)
+            for cap, ((scatter, _), prediction) in compare_caps(topology, num_bytes, caps, slice_bytes, known=known)
         ),
         results=tuple(
             StepResult(
@@ -160,7 +182,7 @@ def plan_step(topology: Topology, num_bytes: int, portions: Portions, *, spares:
                 prediction=prediction,
                 num_atoms=scatter.num_atoms,
                 num_steps=scatter.num_steps + gather.num_steps,
-                num_messages=len(scatter.transfers) + len(gather.transfers),
+                num_messages=scatter.num_messages + gather.num_messages,
                 most_owned=max(scatter.shares),
             )
             for (scatter, gather), prediction in candidates
@@ -188,14 +210,14 @@ def show_step(plan: StepPlan, console: Console) -> None:
     """Print the candidates, who owns what, and when both directions at once pay."""
     first = plan.results[0].prediction
     size, bounds = format_size(plan.num_bytes), (format_duration(plan.bound_s), format_duration(plan.capped_bound_s))
-    limit = (
-        f"can take no less than [bold]{bounds[0]}[/], or {bounds[1]} where nobody owns more than {max(plan.shares):.1%}"
-    )
+    most = _percent(max(plan.shares), plan)
+    limit = f"can take no less than [bold]{bounds[0]}[/], or {bounds[1]} where nobody owns more than {most}"
     console.print(
         f"[bold]sharded step[/] of {size} among {plan.topology.num_ranks} ranks, portions {plan.portions}: a "
         f"reduce-scatter (RS) and then an all-gather (AG) {limit if plan.bound_s else 'are limited by no link'}\n"
     )
     console.print(candidate_table(plan))
+    console.print(f"{plan.results[0].planner} is verified {plan.proof}\n")
     console.print(share_table(plan))
     console.print(cap_table(plan))
     if plan.spares is not None:
@@ -223,7 +245,7 @@ def candidate_table(plan: StepPlan) -> Table:
             *(format_duration(seconds) for seconds in halves),
             f"{prediction.time_s / plan.bound_s:.2f}" if plan.bound_s > 0 else "-",
             f"{result.num_messages:,}",
-            f"{result.most_owned:.1%}",
+            _percent(result.most_owned, plan),
             style="bold green" if is_winner else "",
         )
     return table
@@ -238,17 +260,26 @@ def cap_table(plan: StepPlan) -> Table:
     for result in plan.caps:
         name = "fastest" if result.cap is None else f"{result.cap:g}"
         longer = f"{result.time_s / least_s - 1:.1%}" if least_s else "-"
-        table.add_row(name, format_duration(result.time_s), longer, f"{result.most_owned:.1%}")
+        table.add_row(name, format_duration(result.time_s), longer, _percent(result.most_owned, plan))
     return table
+
+
+def _percent(part: float, plan: StepPlan) -> str:
+    return f"{part:.{_digits(plan)}%}"
+
+
+def _digits(plan: StepPlan) -> int:
+    """Return how many places behind the point a part in per cent has: two that count, of an equal one."""
+    return max(1, len(str(plan.topology.num_ranks)) - 1)
 
 
 def share_table(plan: StepPlan) -> Table:
     """Lay out what each host owns, neighbours that own the same in one row."""
-    spares = plan.spares.shares if plan.spares is not None else (0.0,) * len(plan.shares)
+    digits, spares = _digits(plan), plan.spares.shares if plan.spares is not None else (0.0,) * len(plan.shares)
     rows = [
         (
-            tuple(round(100 * plan.shares[rank.rank], 1) for rank in host.ranks),
-            tuple(round(100 * spares[rank.rank], 1) for rank in host.ranks),
+            tuple(round(100 * plan.shares[rank.rank], digits) for rank in host.ranks),
+            tuple(round(100 * spares[rank.rank], digits) for rank in host.ranks),
             host.name,
         )
         for host in plan.topology.hosts
@@ -261,7 +292,7 @@ def share_table(plan: StepPlan) -> Table:
     for parts, spared, names in groups[:MAX_ROWS]:
         hosts = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})"
         of_spares = [_list(spared)] if plan.spares is not None else []
-        table.add_row(hosts, f"{sum(parts):.1f} %", _list(parts), *of_spares)
+        table.add_row(hosts, f"{sum(parts):.{digits}f} %", _list(parts), *of_spares)
     return table
 
 

@@ -100,9 +100,15 @@ def condensed(tree: Branch, limits: Sequence[object] = ()) -> Branch:
         order = tuple(place[kind] for kind, _ in below)
         limit = limits[branch.ranks[0]] if limits and not below else None
         kind = kinds.setdefault((branch.up, branch.down, limit, tuple(kind for kind, _ in below)), len(kinds))
-        return kind, replace(branch, children=tuple(firsts[kind] for kind in counts), order=order)
+        children = tuple(firsts[kind] for kind in counts)
+        return kind, Branch(branch.name, branch.up, branch.down, branch.ranks, branch.is_whole, children, 1, order)
 
     return condense(tree)[1]
+
+
+def swapped(tree: Branch) -> Branch:
+    """Return the tree with up and down exchanged, which turns gathering into scattering."""
+    return replace(tree, up=tree.down, down=tree.up, children=tuple(map(swapped, tree.children)))
 
 
 def with_finite_rates(tree: Branch) -> Branch:
@@ -132,16 +138,21 @@ def lower_bound(
     """
     if num_bytes < 0:
         raise ScheduleError(f"a collective moves at least 0 bytes, not {num_bytes}")
-    if topology.num_ranks == 1 or num_bytes == 0:
-        return 0.0
     tree = branch_of(topology, swapped=collective is Collective.ALL_GATHER)
     if collective is not Collective.BROADCAST:  # which has a rank that is not like others
         tree = condensed(tree)
+    return bound_of(tree, collective, target=target, root=root) * num_bytes
+
+
+def bound_of(tree: Branch, collective: Collective, *, target: Target = "balanced", root: int = 0) -> float:
+    """Return the bound in seconds per byte; for an all-gather the tree is :func:`swapped`."""
+    if len(tree.ranks) == 1:
+        return 0.0
     seconds_per_byte = _link_bound(tree, collective, target, root)
     times = 2 if collective is Collective.ALL_REDUCE else 1
     for into in (True, False):
         seconds_per_byte = _hub_bound(tree, times, seconds_per_byte, into=into)
-    return seconds_per_byte * num_bytes
+    return seconds_per_byte
 
 
 def _link_bound(tree: Branch, collective: Collective, target: Target, root: int) -> float:

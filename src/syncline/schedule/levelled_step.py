@@ -27,12 +27,15 @@ from syncline.schedule.in_trees import draft_with_owners, weights_of_shares
 from syncline.schedule.leaves import leaves
 from syncline.schedule.outline import DrawnExchange, Outline, Part, Shape, joined, shape_of
 from syncline.schedule.step_flow import STEP, StepFlow, solve_step_flow
+from syncline.schedule.transfers import IntArray
 from syncline.topology import Host, Link, Rank, Switch, Topology
 
 T = TypeVar("T")
 
 _MOST_CHILDREN = 32
 """Of a parent; more are grouped."""
+Known = dict[Hashable, Any]
+"""What steps of one topology share: its shapes, and the exchanges that were found."""
 Through = tuple[tuple[float, float], ...]
 """Of each half, what is sent and received above by whoever owns everything below."""
 
@@ -61,10 +64,7 @@ class _Star:
 
 
 class LevelledStep:
-    """Plans one step within limits; ``seconds`` is how long the links of the busiest level take for a byte.
-
-    ``known``: what may be kept for other limits of the same topology.
-    """
+    """Plans one step within limits; ``seconds`` is how long the links of the busiest level take for a byte."""
 
     def __init__(
         self,
@@ -72,12 +72,12 @@ class LevelledStep:
         limits: Sequence[float],
         *,
         atoms_per_child: int = 1,
-        known: dict[Hashable, Any] | None = None,
+        known: Known | None = None,
     ) -> None:
-        self._order = np.array(leaves(topology.root))
+        self._order: IntArray = np.array(leaves(topology.root), dtype=np.int32)
         self._limits, kinds = np.unique(limits, return_inverse=True)
         self._atoms_per_child = atoms_per_child
-        self._known = {} if known is None else known
+        self._known: Known = {} if known is None else known
         self._tree = self._find(kinds.tobytes(), lambda: _grouped(_marked(topology, kinds.tolist()), {}))
         self._rates = dict[Shape, tuple[float, float]]()
         self._room = dict[Shape, float]()
@@ -124,7 +124,7 @@ class LevelledStep:
             up, down = min(up, sum(each[0] for each in below)), min(down, sum(each[1] for each in below))
             room = sum(self._room[child] for child in shape.children)
         self._rates[shape] = up, down
-        self._room[shape] = room if shape.children else float(self._limits[shape.mark])
+        self._room[shape] = room if shape.children else float(self._limits[shape.mark[0]])
 
     def _part(self, shape: Shape, owned: float, through: Through) -> Part:
         """Find the exchange of each parent from the top down; ``owned`` is the share of all that is below."""
@@ -166,7 +166,7 @@ class LevelledStep:
 
 
 def _marked(topology: Topology, kinds: Sequence[int]) -> Shape:
-    return shape_of(topology, lambda node: kinds[node.rank] if isinstance(node, Rank) else None)
+    return shape_of(topology, lambda node: (kinds[node.rank],) if isinstance(node, Rank) else ())
 
 
 def _star(rates: Sequence[tuple[float, float]]) -> Topology:

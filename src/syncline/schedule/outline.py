@@ -30,9 +30,9 @@ import numpy.typing as npt
 from syncline.schedule.collective import Collective
 from syncline.schedule.draft import Draft, lowest_terms
 from syncline.schedule.replay import draw_words
-from syncline.schedule.traffic import Floats, LinkTable, StepTraffic
-from syncline.schedule.transfers import IntArray, Transfers
-from syncline.topology import Node, Topology
+from syncline.schedule.traffic import Floats, LinkTable, StepTraffic, sums
+from syncline.schedule.transfers import BoolArray, IntArray, Transfers
+from syncline.topology import DirectedLink, Node, Topology
 
 Positions = npt.NDArray[np.int64]
 Windows = tuple[int, int]
@@ -60,12 +60,12 @@ class Shape:
     up: float
     down: float
     latency_s: float
-    mark: Hashable
+    mark: tuple[int, ...]
     children: tuple[Shape, ...]
     num_ranks: int
 
 
-def shape_of(topology: Topology, mark: Callable[[Node], Hashable]) -> Shape:
+def shape_of(topology: Topology, mark: Callable[[Node], tuple[int, ...]]) -> Shape:
     """Return the tree of a topology, in which what is alike is the same; whoever has one child is one with it."""
     made = dict[Hashable, Shape]()
 
@@ -92,7 +92,7 @@ def joined(
     down: float = math.inf,
     latency_s: float = 0.0,
     *,
-    mark: Hashable = None,
+    mark: tuple[int, ...] = (),
 ) -> Shape:
     """Return what has these children, or is a rank if there are none."""
     num_ranks = sum(child.num_ranks for child in children) or 1
@@ -204,13 +204,20 @@ class DrawnExchange(LevelExchange):
     ) -> None:
         super().__init__(num_children, sizes, owners)
         self.halves = halves
-        self._winding = {
-            int(atom)
-            for rows in halves
-            for dst, first, last in zip(rows.dst, rows.first, rows.last, strict=True)
-            for atom in range(first, last)
-            if self.owners[atom] != dst
-        }
+
+    @cached_property
+    def _is_straight(self) -> BoolArray:
+        """Whether all other children send an atom once, and to its owner, in both halves."""
+        atoms, is_straight = np.arange(len(self.sizes)), np.ones(len(self.sizes), dtype=np.bool_)
+        for rows in self.halves:
+            sent, received = (np.zeros((self.num_children, len(self.sizes) + 1), dtype=np.int32) for _ in range(2))
+            for counts, child in ((sent, rows.src), (received, rows.dst)):
+                np.add.at(counts, (child, rows.first), 1)
+                np.add.at(counts, (child, rows.last), -1)
+                counts.cumsum(axis=1, out=counts)
+            is_straight &= received[self.owners, atoms] == self.num_children - 1
+            is_straight &= (sent[:, :-1] == (np.arange(self.num_children)[:, None] != self.owners)).all(axis=0)
+        return is_straight
 
     def profile(self, half: int) -> Profile:
         """Count the rows."""
@@ -227,7 +234,7 @@ class DrawnExchange(LevelExchange):
         """What each child sends and receives in each half."""
         halves = [(rows, self._moved(half)) for half, rows in enumerate(self.halves)]
         return [
-            (np.bincount(rows.src, moved, self.num_children), np.bincount(rows.dst, moved, self.num_children))
+            (sums(rows.src, moved, self.num_children), sums(rows.dst, moved, self.num_children))
             for rows, moved in halves
         ]
 
@@ -239,16 +246,14 @@ class DrawnExchange(LevelExchange):
     def joins(self, half: int) -> Iterator[Join]:
         """Find rows of the first and of the last atom between the same children."""
         rows, moved = self.halves[half], self._moved(half)
-        at_end = {
-            (int(rows.step[row]), int(rows.src[row]), int(rows.dst[row])): row
-            for row in np.flatnonzero(rows.last == len(self.sizes)).tolist()
-        }
+        ways = list(zip(rows.step.tolist(), rows.src.tolist(), rows.dst.tolist(), strict=True))
+        at_end = {ways[row]: row for row in np.flatnonzero(rows.last == len(self.sizes)).tolist()}
         for row in np.flatnonzero(rows.first == 0).tolist():
-            step, *pair = int(rows.step[row]), int(rows.src[row]), int(rows.dst[row])
-            end = at_end.get((step, *pair))
-            if end is not None:
+            step, src, dst = ways[row]
+            if ways[row] in at_end:
+                end = at_end[ways[row]]
                 last, first = float(moved[end]), float(moved[row])
-                yield Join(step=step, children=(pair[0], pair[1]), last=last, first=first, is_whole=end == row)
+                yield Join(step=step, children=(src, dst), last=last, first=first, is_whole=end == row)
 
     def way(self, half: int, atom: int) -> tuple[Positions, Positions, Positions]:
         """Pick the rows that the atom is in."""
@@ -264,7 +269,7 @@ class DrawnExchange(LevelExchange):
 
     def kind(self, atom: int) -> Hashable:
         """Those are alike that go straight to their owners."""
-        return atom if atom in self._winding else "straight"
+        return "straight" if self._is_straight[atom] else atom
 
 
 class Part:
@@ -275,8 +280,8 @@ class Part:
     ) -> None:
         self.latency_s = latency_s
         self.children = tuple(children)
-        self.num_ranks = sum(child.num_ranks for child in children) or 1
-        self.height = 1 + max(child.height for child in children) if children else 0
+        self.num_ranks: int = sum(child.num_ranks for child in children) or 1
+        self.height: int = 1 + max(child.height for child in children) if children else 0
         self.begins: Positions = np.cumsum([0, *(child.num_ranks for child in children)])[:-1]
         self._draw = draw
 
@@ -409,7 +414,7 @@ class Part:
         of_size = []
         for size in sizes.tolist():
             few = np.maximum(0.0, 1 - windows[0] * size * self.widths)
-            of_size.append(np.bincount(ranks, np.repeat(few, len(self.children)), self.num_ranks))
+            of_size.append(sums(ranks, np.repeat(few, len(self.children)), self.num_ranks))
         return np.stack(of_size, axis=1)
 
     def _joined(self, join: Join, windows: Windows | None) -> Floats:
@@ -427,8 +432,7 @@ class Part:
                 np.maximum(0.0, 1 - each) for each in (last[:-1], first[1:], last[:-1] + first[1:])
             )
             spared = joins * (few + others - together) / windows[1]
-        ranks: Positions = held[1:].reshape(-1)
-        return np.bincount(ranks, np.repeat(spared, 2), self.num_ranks)
+        return sums(held[1:].reshape(-1), np.repeat(spared, 2), self.num_ranks)
 
     def longest_s(self, half: int, step: int) -> float:
         """Return the longest way of a step."""
@@ -444,7 +448,7 @@ class Outline:
 
     collective: Collective
     planner: str
-    order: Positions
+    order: IntArray
     root: Part
 
     @property
@@ -523,11 +527,17 @@ class Outline:
             for load in part.loads(half, windows)
         )
 
+    def link_bytes(self, topology: Topology, num_bytes: int) -> Mapping[DirectedLink, int]:
+        """Return the bytes that cross each directed link when ``num_bytes`` go through."""
+        table = LinkTable.of(topology)
+        loads = sum(step.links for step in self.traffic(table, None)) * num_bytes
+        return dict(zip(table.links, np.rint(loads).astype(np.int64).tolist(), strict=True))
+
     def traffic(self, table: LinkTable, num_windows: int | None) -> Iterator[StepTraffic]:
         """Yield what each step moves; ``num_windows``: of each owner's part, where slices are windows."""
         windows = None if num_windows is None else (self.num_owned, num_windows)
         above = table.ancestors[self.order]
-        below = sum(np.bincount(level[level >= 0], minlength=table.num_pairs) for level in above.T)
+        below = np.bincount(above[above >= 0], minlength=table.num_pairs)
         for half in _HALVES[self.collective]:
             loads = self._loads(self.root, half, windows, {})
             longest = self._longest_s(half)
@@ -538,7 +548,7 @@ class Outline:
                     way = np.zeros(table.num_pairs)
                     for level in above.T:
                         crossed = (level >= 0) & (below[level] <= reach)
-                        way += np.bincount(level[crossed], moved[crossed], table.num_pairs)
+                        way += sums(level[crossed], moved[crossed], table.num_pairs)
                     ways.append(way)
                 handled = sent + received + (received if half == SCATTER else 0.0)
                 yield StepTraffic(

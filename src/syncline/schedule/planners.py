@@ -14,14 +14,15 @@ from syncline.schedule.collective import Collective
 from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, fastest, predict
 from syncline.schedule.draft import Draft
 from syncline.schedule.gateways import is_bound_to_gateways
+from syncline.schedule.outline import Outline
 from syncline.schedule.ownership import Target
 from syncline.schedule.recursive_doubling import draft_recursive_doubling
 from syncline.schedule.ring import draft_ring
 from syncline.schedule.safest import safest, supposed_network
 from syncline.schedule.schedule import Schedule
-from syncline.schedule.tree import draft_tree
+from syncline.schedule.tree import draft_tree, outline_tree
 from syncline.schedule.verifier import verify
-from syncline.schedule.weighted_tree import draft_weighted_tree
+from syncline.schedule.weighted_tree import draft_weighted_tree, outline_weighted_tree
 from syncline.topology import Gateway, Host, Link, Switch, Topology
 
 BUCKET_BYTES = 4 << 20
@@ -61,10 +62,12 @@ def _with_auto_as(topology: Topology, gateway: Gateway) -> Topology:
 
 
 MAX_PLANNED_RANKS = 4096
-"""Time and memory of planning grow with the square of the ranks: that many take some 15 s and 3 GB."""
+"""Of a job: time and memory of drawing schedules grow with the square of the ranks."""
 
 _MOST_RANKS_FOR_LONG_SCHEDULES = 256
 """Beyond it a ring's N steps lose to anything, and drawing it costs more than all other planners together."""
+DRAWN_RANKS = 256
+"""Beyond it what can be is planned in outline, where nothing is to run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,8 @@ class Planner:
 
     ``draft(topology, collective, *, target, root)`` returns a :class:`Draft`. ``knows_gateways``: whether it keeps
     ranks behind a gateway from speaking to other hosts; one that does not is no choice where there are gateways.
+    ``most_ranks``: beyond it, it cannot win. ``outline(topology, collective)`` plans without drawing, if it can, what
+    is no broadcast and has the target "balanced".
 
     >>> PLANNERS["binomial"].collectives == {Collective.BROADCAST}
     True
@@ -82,6 +87,17 @@ class Planner:
     draft: Callable[..., Draft]
     collectives: frozenset[Collective]
     knows_gateways: bool = False
+    most_ranks: int = MAX_PLANNED_RANKS
+    outline: Callable[[Topology, Collective], Outline] | None = None
+
+    def outlines(self, topology: Topology, collective: Collective, target: Target) -> bool:
+        """Whether what it plans for so many ranks is better not drawn, and need not be.
+
+        >>> PLANNERS["tree"].outlines(Topology.flat(4), Collective.ALL_REDUCE, "balanced")
+        False
+        """
+        is_able = self.outline is not None and collective is not Collective.BROADCAST and target == "balanced"
+        return is_able and topology.num_ranks > DRAWN_RANKS
 
     def serves(self, topology: Topology, collective: Collective, target: Target = "balanced") -> bool:
         """Whether it can plan ``collective`` as ``topology`` wants it.
@@ -116,9 +132,15 @@ PLANNERS: Mapping[str, Planner] = MappingProxyType(
     {
         planner.name: planner
         for planner in (
-            Planner(name="tree", draft=draft_tree, collectives=_ALL, knows_gateways=True),
-            Planner(name="weighted_tree", draft=draft_weighted_tree, collectives=_ALL, knows_gateways=True),
-            Planner(name="ring", draft=draft_ring, collectives=_ALL),
+            Planner(name="tree", draft=draft_tree, collectives=_ALL, knows_gateways=True, outline=outline_tree),
+            Planner(
+                name="weighted_tree",
+                draft=draft_weighted_tree,
+                collectives=_ALL,
+                knows_gateways=True,
+                outline=outline_weighted_tree,
+            ),
+            Planner(name="ring", draft=draft_ring, collectives=_ALL, most_ranks=_MOST_RANKS_FOR_LONG_SCHEDULES),
             Planner(name="recursive_doubling", draft=draft_recursive_doubling, collectives=_ALL - _BROADCAST),
             Planner(name="binomial", draft=draft_binomial, collectives=_BROADCAST),
         )
@@ -131,6 +153,7 @@ HOST_RING = Planner(
     draft=partial(draft_tree, planner="host_ring", ring_at_root=True),
     collectives=_ALL - _BROADCAST,
     knows_gateways=True,
+    most_ranks=_MOST_RANKS_FOR_LONG_SCHEDULES,
 )
 """For networks of which nothing is known; on one that is known, it gains nothing over the tree."""
 
@@ -193,14 +216,15 @@ def check_plannable(topology: Topology) -> None:
     if topology.num_ranks > MAX_PLANNED_RANKS:
         raise ScheduleError(
             f"topology {topology.name!r} has {topology.num_ranks} ranks, and schedules are planned for at most "
-            f"{MAX_PLANNED_RANKS}; describe the hosts of one job alone, or give a host fewer ranks"
+            f"{MAX_PLANNED_RANKS}; describe the hosts of one job alone, or give a host fewer ranks. (`syncline plan` "
+            "alone goes beyond, for all_reduce, reduce_scatter, all_gather and sharded_step.)"
         )
 
 
 def planners_for(topology: Topology) -> list[Planner]:
     """Return those that can win, and draw in good time, on a topology of so many ranks."""
     able = [*PLANNERS.values(), *([HOST_RING] if topology.is_unknown else [])]
-    hopeless = {"ring", "host_ring"} if topology.num_ranks > _MOST_RANKS_FOR_LONG_SCHEDULES else set()
+    hopeless = {planner.name for planner in able if topology.num_ranks > planner.most_ranks}
     if not topology.is_unknown and all(link == Link.unlimited() for _, link in topology.links()):
         hopeless.add("weighted_tree")  # there is nothing that it could weigh
     return [planner for planner in able if planner.name not in hopeless]

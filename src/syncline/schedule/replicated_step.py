@@ -34,7 +34,7 @@ from syncline.schedule.replicas import Replicas, draft_in_replicas, levels_of
 from syncline.schedule.safest import supposed_network
 from syncline.schedule.step_candidates import BALANCED, Cap, draft_sharded_steps
 from syncline.schedule.step_flow import STEP, StepFlow, solve_step_flow
-from syncline.schedule.step_prediction import Pair
+from syncline.schedule.step_prediction import Pair, drawn
 from syncline.schedule.traffic import shares
 from syncline.schedule.transfers import IntArray, Transfers
 from syncline.topology import Host, Link, Node, Rank, Switch, Topology
@@ -84,7 +84,7 @@ def draft_replicas(
     """
     if len(replicas) == 1:
         pair, plain = draft_sharded_steps(topology, num_bytes, most=most, portions=portions, slice_bytes=slice_bytes)[0]
-        return ReplicaStep(replicas=replicas, pair=pair, within=plain.reduce_scatter, after=plain.all_gather)
+        return ReplicaStep(replicas=replicas, pair=drawn(pair), within=plain.reduce_scatter, after=plain.all_gather)
     cap = BALANCED if portions == "balanced" else math.inf if portions == "fastest" else portions
     limits = _limits(topology, replicas, most, cap)
     supposed = supposed_network(topology)

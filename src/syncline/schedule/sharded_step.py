@@ -23,12 +23,13 @@ from syncline.schedule.collective import Collective
 from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel
 from syncline.schedule.draft import Draft
 from syncline.schedule.layout import Layout
+from syncline.schedule.planners import check_plannable
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.spare_choice import draft_with_spares
 from syncline.schedule.spares import Apart, spare_shares
 from syncline.schedule.step_candidates import Portions, limits_of, upto
 from syncline.schedule.step_flow import STEP, solve_step_flow
-from syncline.schedule.step_prediction import StepPrediction, in_windows, predict_pair
+from syncline.schedule.step_prediction import StepPrediction, drawn, in_windows, predict_pair
 from syncline.schedule.transfers import Transfers
 from syncline.schedule.verifier import verify
 from syncline.topology import Topology
@@ -101,6 +102,7 @@ def plan_sharded_step(
     >>> max(step.shares) < 1.25 / topology.num_ranks + 1e-3
     True
     """
+    check_plannable(topology)
     (pair, _), apart, _ = draft_with_spares(
         topology,
         num_bytes,
@@ -111,7 +113,8 @@ def plan_sharded_step(
         slice_bytes=slice_bytes,
         cost=cost,
     )
-    return ShardedStep(reduce_scatter=verify(pair[0]), all_gather=verify(pair[1]), apart=apart)
+    scatter, gather = map(verify, drawn(pair))
+    return ShardedStep(reduce_scatter=scatter, all_gather=gather, apart=apart)
 
 
 @checked

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from syncline.errors import ScheduleError
 from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel
 from syncline.schedule.in_trees import RESOLUTION
+from syncline.schedule.levelled_step import Known
+from syncline.schedule.planners import check_plannable
 from syncline.schedule.spares import Apart, add_spares, owners_of, spare_shares, spares_of, ways_apart
 from syncline.schedule.step_candidates import MAY_TAKE, Candidate, Portions, draft_sharded_steps
-from syncline.schedule.step_prediction import predict_pair
+from syncline.schedule.step_prediction import drawn, predict_pair
 from syncline.topology import Topology
 
 _MOST_TRIED = 4
@@ -26,17 +28,20 @@ def draft_with_spares(
     apart: Apart | None = None,
     slice_bytes: int = DEFAULT_SLICE_BYTES,
     cost: CostModel | None = None,
+    known: Known | None = None,
 ) -> tuple[Candidate, Apart | None, list[Candidate]]:
     """Return the drafts of a step, what owners and spares are apart by, and all that were compared without spares.
 
-    Arguments and errors are those of :func:`plan_sharded_step`.
+    Arguments and errors are those of :func:`plan_sharded_step`, and ``known`` of :func:`draft_sharded_steps`.
     """
     if spares not in (0, 1):
         raise ScheduleError(f"each range has one spare or none, not {spares}")
     has_spares = spares == 1 and len(topology.speakers) > 1
+    if has_spares:
+        check_plannable(topology)
     own = [limit / 2 for limit in most] if most is not None and has_spares else most
     candidates = draft_sharded_steps(
-        topology, num_bytes, most=own, portions=portions, slice_bytes=slice_bytes, cost=cost
+        topology, num_bytes, most=own, portions=portions, slice_bytes=slice_bytes, cost=cost, known=known
     )
     if not has_spares:
         return candidates[0], None, candidates
@@ -66,8 +71,9 @@ def choose_spares(
     found: dict[Apart, Candidate] = {}
     fullest = ""
     for (pair, _), way in _tried(candidates, topology, apart):
-        with_spares = add_spares(pair, spares_of(topology, owners_of(pair[0]), way))
-        full = _full_rank(pair[0].shares, spare_shares(with_spares[0]), most)
+        both = drawn(pair)
+        with_spares = add_spares(both, spares_of(topology, owners_of(both[0]), way))
+        full = _full_rank(both[0].shares, spare_shares(with_spares[0]), most)
         if full is not None:
             fullest = fullest or full
             continue

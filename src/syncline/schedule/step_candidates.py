@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from syncline.arguments import Bounds
@@ -21,11 +22,12 @@ from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, fastest
 from syncline.schedule.draft import Draft
 from syncline.schedule.gateways import speaking
 from syncline.schedule.in_trees import RESOLUTION, draft_with_owners, weights_of_shares
-from syncline.schedule.levelled_step import LevelledStep
-from syncline.schedule.planners import check_plannable, planners_for
+from syncline.schedule.levelled_step import Known, LevelledStep
+from syncline.schedule.outline import Outline
+from syncline.schedule.planners import MAX_PLANNED_RANKS, planners_for
 from syncline.schedule.safest import safest, supposed_network
 from syncline.schedule.step_flow import STEP, Limits, StepFlow, solve_step_flow
-from syncline.schedule.step_prediction import Pair, StepPrediction, predict_pair
+from syncline.schedule.step_prediction import Halves, StepPrediction, drawn, predict_pair
 from syncline.schedule.verifier import split_at_owners
 from syncline.schedule.weighted_tree import draft_portions, draft_weighted_tree
 from syncline.topology import Topology
@@ -46,7 +48,7 @@ _ATOMS_PER_CHILD = (1, 4)
 _CAP_GROWTH = 1.15
 _CLOSE_ENOUGH = 1.01
 _ROUNDING = 1e-6
-Candidate = tuple[Pair, StepPrediction]
+Candidate = tuple[Halves, StepPrediction]
 
 
 def draft_sharded_steps(
@@ -57,14 +59,14 @@ def draft_sharded_steps(
     portions: Portions = "balanced",
     slice_bytes: int = DEFAULT_SLICE_BYTES,
     cost: CostModel | None = None,
+    known: Known | None = None,
 ) -> list[Candidate]:
     """Return the drafts that :func:`plan_sharded_step` compares, with predictions, its choice first.
 
-    Arguments and errors are those of :func:`plan_sharded_step`.
+    Arguments and errors are those of :func:`plan_sharded_step`. ``known``: what several searches may share.
     """
-    check_plannable(topology)
     limits = limits_of(topology, most)
-    search = _Search(topology, num_bytes, slice_bytes, cost)
+    search = _Search(topology, num_bytes, slice_bytes, cost, known)
     if isinstance(portions, Sequence) and not isinstance(portions, str):
         return search.exact(_exact(topology, portions, limits))
     if portions == "balanced":
@@ -73,11 +75,16 @@ def draft_sharded_steps(
 
 
 def compare_caps(
-    topology: Topology, num_bytes: int, caps: Sequence[Cap | None], slice_bytes: int = DEFAULT_SLICE_BYTES
+    topology: Topology,
+    num_bytes: int,
+    caps: Sequence[Cap | None],
+    slice_bytes: int = DEFAULT_SLICE_BYTES,
+    *,
+    known: Known | None = None,
 ) -> list[tuple[Cap | None, Candidate]]:
     """Return the fastest step under each cap; None is no cap."""
     limits = limits_of(topology, None)
-    search = _Search(topology, num_bytes, slice_bytes, None)
+    search = _Search(topology, num_bytes, slice_bytes, None, known)
     return [(cap, search.fastest(limits if cap is None else capped(topology, limits, cap))[0]) for cap in caps]
 
 
@@ -132,7 +139,9 @@ class _Search:
     Flows are those of the ranks that speak to other hosts (:attr:`Topology.gateways`); no other owns anything.
     """
 
-    def __init__(self, topology: Topology, num_bytes: int, slice_bytes: int, cost: CostModel | None) -> None:
+    def __init__(
+        self, topology: Topology, num_bytes: int, slice_bytes: int, cost: CostModel | None, known: Known | None
+    ) -> None:
         self._topology = topology
         self._num_bytes = num_bytes
         self._slice_bytes = slice_bytes
@@ -144,6 +153,7 @@ class _Search:
         self._flows_may_gain = has_rates and len(self._speakers) <= MOST_RANKS
         is_alone = self._is_levelled and not self._flows_may_gain
         self._others = [] if is_alone else [self._predicted(pair) for pair in _halves_of_all_reduces(topology)]
+        self._known: Known = {} if known is None else known
 
     def fastest(self, limits: Sequence[float]) -> list[Candidate]:
         """Return all candidates within limits, the fastest first."""
@@ -154,20 +164,24 @@ class _Search:
         best = self.fastest(limits)
         allowed_s = best[0][1].time_s * MAY_TAKE
         most = max(best[0][0][0].shares)
-        capped = [[min(limit, cap) for limit in limits] for cap in _caps(len(self._speakers)) if cap < most]
+        caps = [cap for cap in _caps(len(self._speakers)) if cap < most]
         begin = 0
-        if capped and self._least_s(capped[0]) > allowed_s:
-            begin = bisect.bisect_left(capped, True, key=lambda each: self._least_s(each) <= allowed_s)
+
+        def within(cap: float) -> list[float]:
+            return [min(limit, cap) for limit in limits]
+
+        if caps and self._least_s(within(caps[0])) > allowed_s:
+            begin = bisect.bisect_left(caps, True, key=lambda cap: self._least_s(within(cap)) <= allowed_s)
         found = dict[int, list[Candidate]]()
 
         def is_allowed(place: int) -> bool:
-            found[place] = self.fastest(capped[place])
+            found[place] = self.fastest(within(caps[place]))
             return found[place][0][1].time_s <= allowed_s
 
         least = begin  # most often; else times fall with higher caps, but for some that do not matter
-        if begin < len(capped) and not is_allowed(begin):
-            least = bisect.bisect_left(range(len(capped)), True, lo=begin + 1, key=is_allowed)
-        return found[least] if least < len(capped) else best
+        if begin < len(caps) and not is_allowed(begin):
+            least = bisect.bisect_left(range(len(caps)), True, lo=begin + 1, key=is_allowed)
+        return found[least] if least < len(caps) else best
 
     def exact(self, portions: Sequence[float]) -> list[Candidate]:
         """Return all in which each rank owns just that, the fastest first."""
@@ -180,7 +194,7 @@ class _Search:
         if sum(limits) < 1:
             return math.inf
         if self._is_levelled and not self._flows_may_gain:
-            return LevelledStep(self._topology, limits).seconds * self._num_bytes
+            return LevelledStep(self._topology, limits, known=self._known).seconds * self._num_bytes
         return self._solve(upto(limits)).seconds * self._num_bytes if self._flows_may_gain else 0.0
 
     def _solve(self, limits: Limits, *, is_direct: bool = False) -> StepFlow:
@@ -200,10 +214,10 @@ class _Search:
             yield from self._with_flows(upto(limits), least_s=least_s)
 
     def _levelled(self, limits: Sequence[float]) -> Iterator[Candidate]:
-        """Yield steps that are drawn level by level, of more atoms where links carry more than they must."""
+        """Yield steps planned level by level, in outline, of more atoms where links carry more than they must."""
         for atoms_per_child in _ATOMS_PER_CHILD:
-            step = LevelledStep(self._topology, limits, atoms_per_child=atoms_per_child)
-            candidate = self._predicted(step.draw())
+            step = LevelledStep(self._topology, limits, atoms_per_child=atoms_per_child, known=self._known)
+            candidate = self._predicted(step.outlines())
             yield candidate
             least_s = step.seconds * self._num_bytes / (self._cost or CostModel()).payload_share
             if _busy_s(candidate[1]) <= least_s * _CLOSE_ENOUGH:
@@ -239,13 +253,17 @@ class _Search:
     def _wire_s(self, flow: StepFlow) -> float:
         return flow.seconds * self._num_bytes / (self._cost or CostModel()).payload_share
 
-    def _predicted(self, pair: Pair) -> Candidate:
+    def _predicted(self, pair: Halves) -> Candidate:
         return pair, predict_pair(pair, self._supposed, self._num_bytes, self._slice_bytes, self._cost)
 
     def _best_first(self, candidates: Iterable[Candidate]) -> list[Candidate]:
         given = list(candidates)
-        first = safest(given, self._topology) if self._topology.is_unknown else fastest(given)
-        return sorted(given, key=lambda one: one[0] is not first)
+        may_be_safe = self._topology.is_unknown and self._topology.num_ranks <= MAX_PLANNED_RANKS
+        if may_be_safe:
+            first: Halves = safest([(drawn(pair), prediction) for pair, prediction in given], self._topology)
+        else:
+            first = fastest(given)
+        return sorted(given, key=lambda one: one[0][0] is not first[0])
 
 
 def _busy_s(prediction: StepPrediction) -> float:
@@ -253,9 +271,13 @@ def _busy_s(prediction: StepPrediction) -> float:
     return sum(max(half.link_s.values(), default=0.0) for half in (prediction.reduce_scatter, prediction.all_gather))
 
 
-def _halves_of_all_reduces(topology: Topology) -> Iterator[Pair]:
+def _halves_of_all_reduces(topology: Topology) -> Iterator[Halves]:
     for planner in planners_for(topology):
         if not planner.serves(topology, Collective.ALL_REDUCE):
+            continue
+        if topology.num_ranks > MAX_PLANNED_RANKS and planner.outline is not None:
+            outline = planner.outline(topology, Collective.ALL_REDUCE)
+            yield replace(outline, collective=STEP[0]), replace(outline, collective=STEP[1])
             continue
         # an in-tree for each owner is a candidate of its own, with both halves one after the other
         draw = draft_portions if planner.draft is draft_weighted_tree else planner.draft
@@ -275,7 +297,7 @@ def upto(limits: Sequence[float]) -> Limits:
     return [(0.0, limit) for limit in limits]
 
 
-def _fits(draft: Draft, limits: Sequence[float]) -> bool:
+def _fits(draft: Draft | Outline, limits: Sequence[float]) -> bool:
     return all(part <= limit + 1 / RESOLUTION for part, limit in zip(draft.shares, limits, strict=True))
 
 

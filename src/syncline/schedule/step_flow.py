@@ -30,7 +30,7 @@ from itertools import pairwise, product
 import numpy as np
 
 from syncline.errors import ScheduleError
-from syncline.schedule.bound import Branch, branch_of, condensed, lower_bound
+from syncline.schedule.bound import Branch, bound_of, branch_of, condensed, swapped
 from syncline.schedule.collective import Collective
 from syncline.schedule.traffic import Floats
 from syncline.topology import Topology
@@ -39,6 +39,8 @@ STEP = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
 _PRICE = 1e-3
 _DIRECT_PRICE = 1e3
 _NONE = 1e-6
+_MOST_NODES_OF_BOUND = 4096
+"""Of which no siblings are alike; beyond, the halves have bounds of their own, since a programme would take minutes."""
 Limits = Sequence[tuple[float, float]]
 """The least and the most that each rank may own, as parts of the data."""
 
@@ -55,6 +57,11 @@ class Flow:
     sibling: tuple[float, ...]
     outside: tuple[float, ...]
     detours: Mapping[tuple[int, int], float]
+
+    @classmethod
+    def that_takes(cls, seconds: float) -> Flow:
+        """Return a flow of which nothing is known but its time."""
+        return cls(seconds=seconds, sibling=(), outside=(), detours={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,12 +101,13 @@ def solve_step_flow(
     prices, and looks at one of siblings that are alike. O(nodes) variables and rows. Raises :class:`ScheduleError`
     if no shares are within the limits.
     """
-    fastest = list(least_s) or [lower_bound(topology, half, 1) for half in halves]
+    tree = condensed(branch_of(topology), limits) if is_bound else branch_of(topology)
+    trees = [swapped(tree) if half is Collective.ALL_GATHER else tree for half in halves]
+    fastest = list(least_s) or [bound_of(each, half) for each, half in zip(trees, halves, strict=True)]
     if is_at_once:
-        fastest = [lower_bound(topology, Collective.ALL_REDUCE, 1), 0.0]
-    trees = [branch_of(topology, swapped=half is Collective.ALL_GATHER) for half in halves]
-    if is_bound:
-        trees = [condensed(tree, limits) for tree in trees]
+        fastest = [bound_of(tree, Collective.ALL_REDUCE), 0.0]
+    if is_bound and sum(1 for _ in tree.walk()) > _MOST_NODES_OF_BOUND:
+        return StepFlow(shares=(), halves=tuple(Flow.that_takes(seconds) for seconds in fastest))
     unit = sum(fastest) or 1 / min((rate for rate in _rates(trees[0]) if rate < math.inf), default=1.0)
     layout = _Columns(tuple(trees[0].walk()), len(halves), follows=not is_bound)
     program = _Program(num_columns=layout.num_columns)

@@ -13,8 +13,10 @@ _WORTH_WINDOWS = 1.5
 """So many times the messages of windows slices may take. Slices load all links evenly at all times; windows go round
 the owners, and a link whose owners are few has at times no window to carry: on virtual time, without any cost of
 messages, a step took 1.93 s in windows and 1.74 s in slices on ``three-racks-uneven-uplinks``."""
-Pair = tuple[Draft, Draft] | tuple[Outline, Outline]
+Pair = tuple[Draft, Draft]
 """A reduce-scatter and an all-gather with the same cuts and owners."""
+Halves = Pair | tuple[Outline, Outline]
+"""The same, which may be in outline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +53,24 @@ class StepPrediction:
         return self.reduce_scatter.num_full_links + self.all_gather.num_full_links
 
 
-def in_windows(pair: Pair, num_slices: int) -> bool:
+def in_windows(pair: Halves, num_slices: int) -> bool:
     """Whether windows on one owner's part each take far fewer messages than slices that look like the whole."""
     num_in_windows = sum(count_messages(draft, num_slices) for draft in pair)
     return num_in_windows * _WORTH_WINDOWS < sum(draft.num_messages for draft in pair)
 
 
+def drawn(halves: Halves) -> Pair:
+    """Return both halves with all transfers."""
+    scatter, gather = halves
+    if isinstance(scatter, Draft) and isinstance(gather, Draft):
+        return scatter, gather
+    assert isinstance(scatter, Outline)
+    assert isinstance(gather, Outline)
+    return scatter.drawn(), gather.drawn()
+
+
 def predict_pair(
-    pair: Pair, topology: Topology, num_bytes: int, slice_bytes: int, cost: CostModel | None
+    pair: Halves, topology: Topology, num_bytes: int, slice_bytes: int, cost: CostModel | None
 ) -> StepPrediction:
     """Predict both halves, laid out as :func:`in_windows` says."""
     is_in_windows = in_windows(pair, max(1, -(-num_bytes // max(1, slice_bytes))))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +32,16 @@ class LinkTable:
 
     @classmethod
     def of(cls, topology: Topology) -> LinkTable:
-        """Tabulate a topology."""
+        """Tabulate a topology, or return what was tabulated just before."""
+        for known, table in tuple(_TABLES):
+            if known is topology:
+                return table
+        table = cls._tabulated(topology)
+        _TABLES.append((topology, table))
+        return table
+
+    @classmethod
+    def _tabulated(cls, topology: Topology) -> LinkTable:
         nodes = [node for node in topology.walk() if node.link is not None]
         number = {node.name: index for index, node in enumerate(nodes)}
         depth = max(len(topology.path(rank)) for rank in range(topology.num_ranks))
@@ -71,6 +82,10 @@ class LinkTable:
         return total
 
 
+_TABLES = deque[tuple[Topology, LinkTable]](maxlen=2)
+"""The last topologies: whoever compares schedules asks for the same ones again and again."""
+
+
 def _rate(node: Node, up: bool) -> float:
     assert node.link is not None
     return node.link.up_bytes_per_s if up else node.link.down_bytes_per_s
@@ -103,8 +118,8 @@ def traffic_of(draft: Draft, table: LinkTable, messages: Floats) -> Iterator[Ste
         received = part * (1 + draft.transfers.add[rows])
         yield StepTraffic(
             links=table.load(src, dst, part),
-            messages=np.bincount(src, number, draft.num_ranks) + np.bincount(dst, number, draft.num_ranks),
-            handled=np.bincount(src, part, draft.num_ranks) + np.bincount(dst, received, draft.num_ranks),
+            messages=sums(src, number, draft.num_ranks) + sums(dst, number, draft.num_ranks),
+            handled=sums(src, part, draft.num_ranks) + sums(dst, received, draft.num_ranks),
             latency_s=float(table.latencies(src, dst).max()),
         )
 
@@ -123,6 +138,11 @@ def shares(draft: Draft) -> Floats:
     positions = np.array([cut / draft.denominator for cut in draft.cuts])
     moved: Floats = positions[draft.transfers.last] - positions[draft.transfers.first]
     return moved
+
+
+def sums(places: npt.NDArray[Any], amounts: Floats, count: int) -> Floats:
+    """Return the sum of the amounts at each of so many places."""
+    return np.asarray(np.bincount(places, amounts, count), dtype=np.float64)
 
 
 def steps_of(rows: Transfers) -> Iterator[slice]:

@@ -109,11 +109,12 @@ def outline_tree(
             parts[shape] = Part(shape.latency_s, children, lambda: exchange(own))
         return parts[shape]
 
-    def mark(node: Node) -> tuple[int, ...] | None:
-        return tuple(weights[node.name]) if node.name in weights else None
+    def mark(node: Node) -> tuple[int, ...]:
+        return tuple(weights[node.name]) if node.name in weights else ()
 
     root = part(shape_of(topology, mark))
-    return Outline(collective=collective, planner=planner, order=np.array(leaves(topology.root)), root=root)
+    order = np.array(leaves(topology.root), dtype=np.int32)
+    return Outline(collective=collective, planner=planner, order=order, root=root)
 
 
 def _weights(topology: Topology, collective: Collective, fractions: Fractions | None, target: Target) -> Fractions:

@@ -23,6 +23,7 @@ from syncline.schedule.bits import find_differing_rank
 from syncline.schedule.blame import describe_atom, explain
 from syncline.schedule.collective import After, Collective
 from syncline.schedule.draft import UNOWNED, Draft
+from syncline.schedule.outline import Outline
 from syncline.schedule.replay import find_suspect
 from syncline.schedule.schedule import Schedule, prove
 
@@ -50,6 +51,27 @@ def verify(draft: Draft) -> Schedule:
         _check_bits(draft)
     counted = f"each of {draft.num_ranks} contributions exactly once" if draft.collective.adds else "the one source"
     return prove(draft, f"{draft.collective.after.value}: {counted}, in each of {draft.num_atoms} atoms")
+
+
+_PIECES_AT_ONCE = 16
+
+
+def verify_outline(outline: Outline) -> str:
+    """Prove pieces of the data, each on its way among all ranks, and say what they stand for.
+
+    By symmetry that is all data (:mod:`syncline.schedule.outline`); where the tree has too little of it they are drawn.
+    Raises :class:`~syncline.errors.ScheduleError` as :func:`verify`.
+    """
+    places, is_all = outline.standing
+    owners = set[int]()
+    for begin in range(0, len(places), _PIECES_AT_ONCE):
+        draft = outline.pieces(places[begin : begin + _PIECES_AT_ONCE])
+        verify(draft)
+        owners.update(draft.owners[0].tolist())
+    number = f"{len(owners)} of {outline.num_ranks:,} ranks"
+    if is_all:
+        return f"by symmetry: {number} {'stands' if len(owners) == 1 else 'stand'} for the others"
+    return f"on a sample, drawn from what {number} own: too few are alike to stand for all"
 
 
 def _refusal(draft: Draft, reason: str) -> ScheduleError:

@@ -78,7 +78,7 @@ def draft_portions(topology: Topology, collective: Collective, *, target: Target
     def draw(fractions: Fractions) -> Draft:
         return draft_tree(topology, collective, fractions=fractions, target=target, root=root, planner=_NAME)
 
-    others = []
+    others: list[Draft] = []
     if _may_aggregate_elsewhere(topology, collective, target):
         others.append(draft_with_aggregation_ranks(topology, collective, planner=_NAME))
     return _with_portions(topology, collective, draw, others, target=target, root=root)
@@ -101,7 +101,8 @@ def _with_portions(
     root: int = 0,
 ) -> T:
     """Return the fastest of equal portions, ``others`` and, where these are not as good as can be, other portions."""
-    drafts = [draw({}), *others]
+    drafts = [draw({})]
+    drafts += others
     if min(_over_bound(draft, topology, target, root) for draft in drafts) > 1 + _CLOSE_ENOUGH:
         drafts += [draw(fractions) for fractions in _candidates(topology, collective, target) if fractions]
     return _fastest(drafts, topology)
