@@ -4,13 +4,22 @@ Uneven racks of 64 to 1,024 ranks, 8 on a host and 1 on a host: the balanced sha
 with rank 0's (unpack and prove it), and all-reduces and broadcasts of the sizes that a start asks for. Seconds are
 those of a processor, so that a busy machine does, though not as well as an idle one.
 
-    python benchmarks/planning.py    the table, as Markdown
+With ``--command``: what `syncline plan` takes as a program, of 64 MiB on networks of 1,000 hosts to 100,000 ranks.
+
+    python benchmarks/planning.py              the table, as Markdown
+    python benchmarks/planning.py --command    the other one
 """
 
 from __future__ import annotations
 
+import os
+import random
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from syncline.runtime.plans import Plans
@@ -51,6 +60,61 @@ def whole_calls(topology: Topology) -> None:
             plans.schedule(collective, size)
 
 
+def pods(racks: Sequence[int], num_pods: int, per_host: int, draw: random.Random | None = None) -> str:
+    """Write pods with racks of so many hosts each, whose links carry 25 Gbit/s, or what is drawn for each."""
+    of_pod = []
+    for pod in range(num_pods):
+        of_rack = []
+        for rack, size in enumerate(racks):
+            names = [f"p{pod}r{rack}h[0-{size - 1}]"] if draw is None else [f"p{pod}r{rack}h{k}" for k in range(size)]
+            hosts = [
+                f"{{host: '{name}', uplink: {draw.uniform(20, 30) if draw else 25:.4g} Gbit/s, ranks: {per_host}}}"
+                for name in names
+            ]
+            of_rack.append(f"{{switch: p{pod}r{rack}, uplink: 100 Gbit/s, children: [{', '.join(hosts)}]}}")
+        of_pod.append(f"{{switch: p{pod}, uplink: 400 Gbit/s, children: [{', '.join(of_rack)}]}}")
+    return f"{{switch: core, children: [{', '.join(of_pod)}]}}"
+
+
+def networks() -> dict[str, str]:
+    """Return topologies of many ranks, as files have them."""
+    uneven = [47 + number % 7 for number in range(25)]
+    return {
+        "1,000 hosts on a switch": "{switch: s, children: [{host: 'h[0-999]', uplink: 25 Gbit/s}]}",
+        "1,000 hosts, 20 racks": pods([50] * 5, 4, 1),
+        "4,096 hosts, 64 racks": pods([64] * 8, 8, 1),
+        "100,000 ranks, 250 racks of 50 hosts": pods([50] * 25, 10, 8),
+        "99,520 ranks, racks of 47 to 53": pods(uneven, 10, 8),
+        "100,000 ranks, 12,500 rates": pods([50] * 25, 10, 8, random.Random(1)),
+    }
+
+
+def command() -> None:
+    """Print one row for each network and collective: what the program took, and what it said."""
+    print("| network | collective | s of a processor | s | MB | how it was verified |")
+    print("|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (name, text) in enumerate(networks().items()):
+            file = Path(folder) / f"n{number}.yaml"
+            file.write_text(text)
+            for collective in ("all_reduce", "sharded_step"):
+                begun = time.monotonic()
+                child = subprocess.Popen(
+                    [sys.executable, "-m", "syncline.cli.main", "plan", str(file), "--collective", collective],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                )
+                assert child.stdout is not None
+                proof = next(line for line in child.stdout if " is verified " in line).split(" is verified ")[1]
+                child.stdout.read()
+                _, _, used = os.wait4(child.pid, 0)
+                seconds_s, took_s = used.ru_utime + used.ru_stime, time.monotonic() - begun
+                memory = f"{used.ru_maxrss / 1e3:.0f}"
+                cells = (name, collective, f"{seconds_s:.2f}", f"{took_s:.1f}", memory, proof.strip())
+                print("| " + " | ".join(cells) + " |", flush=True)
+
+
 def main() -> None:
     """Print one row for each job."""
     plan_sharded_step(Topology.flat(4, rate=1e6), 1 << 20)  # loads the solver
@@ -69,4 +133,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command() if sys.argv[1:] == ["--command"] else main()

@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
-from syncline.cli.plan import MAX_ROWS, compare_planners, link_bytes_table, planner_table
-from syncline.errors import ConfigurationError
-from syncline.schedule import Collective, choose
+from syncline.cli.plan import MAX_ROWS, compare_planners, link_bytes_table, planner_table, show
+from syncline.cli.step_plan import plan_step
+from syncline.errors import ConfigurationError, ScheduleError
+from syncline.schedule import Collective, choose, plan_sharded_step
 from syncline.topology import DirectedLink, Topology
 
 NUM_BYTES = 8 * 9 * 5 * 3 * 1024
@@ -118,3 +120,37 @@ def test_planners_that_cannot_keep_to_gateways_are_left_out():
     assert [result.planner for result in comparison.results] == ["tree", "weighted_tree"]
     assert compare_planners(auto, Collective.ALL_REDUCE, NUM_BYTES).topology.gateways == {}
     assert compare_planners(auto, Collective.ALL_REDUCE, 64 << 10).topology.gateways == one.gateways
+
+
+def test_more_ranks_than_a_job_may_have_are_planned_in_outline_and_it_is_said_how_they_are_verified():
+    rack = "{switch: rNUMBER, uplink: 10 Gbit/s, children: [{host: 'rNUMBERh[0-59]', uplink: 1 Gbit/s, ranks: 8}]}"
+    racks = ", ".join(rack.replace("NUMBER", str(number)) for number in range(10))
+    topology = Topology.parse(f"{{switch: core, children: [{racks}]}}")
+    found = compare_planners(topology, Collective.ALL_REDUCE, NUM_BYTES)
+    assert [result.planner for result in found.results] == ["tree", "weighted_tree"]
+    assert found.left_out == {"ring": 256, "recursive_doubling": 4096}
+    assert all(result.proof == "by symmetry: 1 of 4,800 ranks stands for the others" for result in found.results)
+    assert found.bound_s <= found.winner.prediction.time_s
+    step = plan_step(topology, NUM_BYTES, "balanced")
+    assert "of 4,800 ranks stand" in step.proof
+    assert max(step.shares) <= 1.26 / 4800
+    assert step.bound_s <= step.results[0].prediction.time_s
+    console = Console(record=True, width=100)
+    show(found, console)
+    text = console.export_text()
+    assert "recursive_doubling is not considered beyond 4,096 ranks" in text
+    assert "tree is verified by symmetry" in text
+    for plan in (
+        lambda: compare_planners(topology, Collective.BROADCAST, NUM_BYTES),
+        lambda: compare_planners(topology, Collective.ALL_REDUCE, NUM_BYTES, target="rank_order"),
+        lambda: plan_step(topology, NUM_BYTES, "balanced", spares=1),
+        lambda: plan_sharded_step(topology, NUM_BYTES),
+    ):
+        with pytest.raises(ScheduleError, match=r"4800 ranks, .* at most 4096; .*`syncline plan` alone goes beyond"):
+            plan()
+
+
+def test_a_small_network_is_verified_whole():
+    comparison = compare_planners(Topology.load("two-racks-5-3"), Collective.ALL_REDUCE, NUM_BYTES)
+    assert {result.proof for result in comparison.results} == {"whole: all ranks, and all data"}
+    assert not comparison.left_out

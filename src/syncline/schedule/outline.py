@@ -537,22 +537,25 @@ class Outline:
         """Yield what each step moves; ``num_windows``: of each owner's part, where slices are windows."""
         windows = None if num_windows is None else (self.num_owned, num_windows)
         above = table.ancestors[self.order]
-        below = np.bincount(above[above >= 0], minlength=table.num_pairs)
+        num_below = np.bincount(above[above >= 0], minlength=table.num_pairs)
+
+        def across(moved: Floats, reach: Floats) -> Floats:
+            """Return what crosses the links from each rank up to what has so many ranks below."""
+            crossed = (above >= 0) & (num_below[above] <= reach[:, None])
+            amounts = np.broadcast_to(moved[:, None], above.shape)[crossed]
+            return sums(above[crossed], amounts, table.num_pairs)
+
         for half in _HALVES[self.collective]:
             loads = self._loads(self.root, half, windows, {})
-            longest = self._longest_s(half)
+            longest_s = self._longest_s(half)
             for step in sorted(loads, reverse=half == GATHER):
                 sent, received, messages, reach = loads[step]
-                ways = []
-                for moved in (sent, received) if half == SCATTER else (received, sent):
-                    way = np.zeros(table.num_pairs)
-                    for level in above.T:
-                        crossed = (level >= 0) & (below[level] <= reach)
-                        way += sums(level[crossed], moved[crossed], table.num_pairs)
-                    ways.append(way)
-                handled = sent + received + (received if half == SCATTER else 0.0)
+                ways = (sent, received) if half == SCATTER else (received, sent)
                 yield StepTraffic(
-                    links=np.concatenate(ways), messages=messages, handled=handled, latency_s=longest[step]
+                    links=np.concatenate([across(way, reach) for way in ways]),
+                    messages=messages,
+                    handled=sent + received + (received if half == SCATTER else 0.0),
+                    latency_s=longest_s[step],
                 )
 
     def _loads(
