@@ -1,14 +1,16 @@
 """A listener that records, and the fabrics that the conformance suite runs on."""
 
 import asyncio
-from contextlib import asynccontextmanager
+import socket
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import loops
 
 from meeting_stores import DictStore
-from syncline.fabric import FabricOptions, Rendezvous, connect_tcp, memory_fabrics
+from syncline.fabric import FabricOptions, Rendezvous, connect_tcp, memory_fabrics, sockets
 
 
 class Recorder:
@@ -139,7 +141,32 @@ async def connect_all(world_size, options=None, *, store=None, topology=None, of
     )
 
 
-def run_over_tcp(world_size, scenario, *, store=None, topology=None, of_ranks=None, shares_memory=False, **settings):
+@contextmanager
+def socket_buffers(num_bytes):
+    """Let each new socket hold so little (None: what the kernel says), set before its connection is made."""
+    open_socket = sockets.open_socket
+
+    def open_small_socket(address, options):
+        sock = open_socket(address, options)
+        for name in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, name, num_bytes)
+        return sock
+
+    with mock.patch.object(sockets, "open_socket", open_small_socket) if num_bytes else nullcontext():
+        yield
+
+
+def run_over_tcp(
+    world_size,
+    scenario,
+    *,
+    store=None,
+    topology=None,
+    of_ranks=None,
+    shares_memory=False,
+    buffer_bytes=None,
+    **settings,
+):
     """Run ``scenario(fabrics, recorders, mail)`` on TCP fabrics of this process."""
 
     async def main():
@@ -154,7 +181,8 @@ def run_over_tcp(world_size, scenario, *, store=None, topology=None, of_ranks=No
             for fabric in fabrics:
                 fabric.abort()
 
-    loops.run(main())
+    with socket_buffers(buffer_bytes):
+        loops.run(main())
 
 
 def num_descriptors():
@@ -167,15 +195,16 @@ def sockets_of(fabric, peer):
     return fabric.peer(peer).transport._sockets
 
 
-def tcp_opener(**settings):
+def tcp_opener(*, buffer_bytes=None, **settings):
     @asynccontextmanager
     async def open_tcp(world_size):
-        fabrics = await connect_all(world_size, FabricOptions(**settings))
-        try:
-            yield fabrics
-        finally:
-            for fabric in fabrics:
-                fabric.abort()
+        with socket_buffers(buffer_bytes):
+            fabrics = await connect_all(world_size, FabricOptions(**settings))
+            try:
+                yield fabrics
+            finally:
+                for fabric in fabrics:
+                    fabric.abort()
 
     return open_tcp
 

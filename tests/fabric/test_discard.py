@@ -4,7 +4,7 @@ import asyncio
 
 import loops
 import pytest
-from fabric_scenarios import Recorder
+from fabric_scenarios import Recorder, socket_buffers
 from hostile_peer import open_hostile
 
 from syncline.fabric.frames import CONTROL_CLASS, FrameType
@@ -20,7 +20,8 @@ def test_what_was_granted_while_a_chunk_left_is_sent_after_a_discard():
     sent = []
 
     async def main():
-        fabric, peer = await open_hostile(chunk_bytes=200_000, buffer_bytes=4096)
+        with socket_buffers(4096):
+            fabric, peer = await open_hostile(chunk_bytes=200_000)
         recorder = Recorder()
         fabric.set_listener(recorder)
         try:

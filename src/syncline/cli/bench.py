@@ -31,7 +31,6 @@ from syncline.bench.rows import bench_table, group_rows
 from syncline.bench.running import Place, collect_rows, run_orders
 from syncline.bench.task import (
     COLLECTIVES,
-    DEFAULT_BUDGET_S,
     ORDERS,
     CollectiveName,
     ModelShape,
@@ -78,9 +77,6 @@ class Settings(LabOptions):
     ] = "both"
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Rounds; the median counts.")] = 5
     warm_ups: Annotated[int, typer.Option(metavar="N", min=0, help="Rounds before, not counted.")] = 2
-    budget: Annotated[
-        float, typer.Option(metavar="SECONDS", help="A method that has taken so long gets 3 rounds at most.")
-    ] = DEFAULT_BUDGET_S
     record: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Where it is kept.", show_default="benchmarks/records/DATE_THEME"),
@@ -93,7 +89,7 @@ class Settings(LabOptions):
     @property
     def pace(self) -> Pace:
         """How often each method is measured."""
-        return Pace(num_rounds=self.rounds, num_warm_ups=self.warm_ups, budget_s=self.budget)
+        return Pace(num_rounds=self.rounds, num_warm_ups=self.warm_ups)
 
 
 @app.command()

@@ -105,13 +105,9 @@ def execute(
 
 
 @app.command()
-def status(
-    *,
-    lab: LabOption = None,
-    interval: Annotated[float, typer.Option(metavar="SECONDS", help="Measure rates over this time.")] = 1.0,
-) -> None:
+def status(*, lab: LabOption = None) -> None:
     """Show the labs of this machine, with the live rates of their links."""
-    found = operations.status(lab_id=lab, interval_s=interval)
+    found = operations.status(lab_id=lab)
     if not found:
         print("no lab is up; start one with: syncline lab up TOPOLOGY")
     for each in found:

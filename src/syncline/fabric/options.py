@@ -77,8 +77,6 @@ class FabricOptions:
     """Number of data connections to each peer; class 0 is the most urgent."""
     dscp: tuple[Mark, ...] | None = None
     """A DSCP mark (0 to 63) for each class; None leaves the marks alone."""
-    buffer_bytes: Count | None = None
-    """``SO_SNDBUF`` and ``SO_RCVBUF``; None, but for tests that need small ones, lets the kernel tune them."""
     unsent_bytes: Whole = 256 << 10
     """``TCP_NOTSENT_LOWAT``: what the kernel may hold beyond what is on the wire; less on slow routes."""
     shares_memory: bool = True

@@ -165,12 +165,7 @@ def open_dialling_socket(address: str, options: FabricOptions) -> socket.socket:
 def open_socket(address: str, options: FabricOptions) -> socket.socket:
     """Return a socket for ``address``, of this rank's network; OSError if nobody lends it that any more."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    sock = close_in_children(borrow(family, options) if options.network else new_socket(family))
-    # Buffer sizes count only if they are set before the connection is made.
-    if options.buffer_bytes is not None:
-        for name in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            sock.setsockopt(socket.SOL_SOCKET, name, options.buffer_bytes)
-    return sock
+    return close_in_children(borrow(family, options) if options.network else new_socket(family))
 
 
 def prepare_connected(sock: socket.socket, connection_class: int, options: FabricOptions) -> None:
