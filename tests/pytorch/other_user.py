@@ -63,7 +63,7 @@ def train(folder: Path, rank: int) -> dict[str, Any]:
         objects = fleet.all_gather_object(f"of rank {rank}")
         assert fleet.growth is not None
         server = fleet.growth._service._server
-        return {"objects": objects, "world_size": fleet.world_size, "refused": server.num_refused}
+        return {"objects": objects, "world_size": fleet.world_size, "refused": server._acceptor.num_refused}
 
 
 def tell(fleet: syncline.Fleet) -> dict[str, Any]:
