@@ -104,6 +104,7 @@ def command() -> None:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
                     text=True,
+                    env={**os.environ, "COLUMNS": "120"},
                 )
                 assert child.stdout is not None
                 proof = next(line for line in child.stdout if " is verified " in line).split(" is verified ")[1]

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from syncline.schedule import PLANNERS, Collective, choose, plan_sharded_step, predict
+from syncline.schedule.cost import most_across, predict_pair
 from syncline.schedule.planners import HOST_RING
-from syncline.schedule.safest import most_across
-from syncline.schedule.step_prediction import predict_pair
 from syncline.schedule.verifier import split_at_owners
 from syncline.topology import Topology
 

@@ -17,8 +17,7 @@ from syncline.schedule import (
     predict_sharded_step,
     verify,
 )
-from syncline.schedule.spare_choice import choose_spares
-from syncline.schedule.spares import add_spares, part_of, spare_of_each, spares_of, ways_apart
+from syncline.schedule.spares import add_spares, choose_spares, part_of, spare_of_each, spares_of, ways_apart
 from syncline.schedule.step_candidates import draft_sharded_steps
 from syncline.schedule.step_flow import STEP
 from syncline.schedule.traffic import shares

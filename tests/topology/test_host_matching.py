@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from topology_trees import topologies
 
 from syncline.errors import TopologyError
-from syncline.schedule.collective import Collective
+from syncline.schedule.draft import Collective
 from syncline.schedule.planners import choose
 from syncline.topology import Topology
 

@@ -38,10 +38,9 @@ from syncline.priorities.forward_timing import (
 from syncline.priorities.settings import Priorities
 from syncline.runtime.plans import Plans
 from syncline.schedule import Collective, CostModel, Prediction, lower_bound, with_gateways_chosen
-from syncline.schedule.cost import predicted_slice_bytes
+from syncline.schedule.cost import StepPrediction, predicted_slice_bytes
 from syncline.schedule.replicas import find_parties
 from syncline.schedule.step_candidates import compare_caps, draft_sharded_steps
-from syncline.schedule.step_prediction import StepPrediction
 from syncline.topology import DirectedLink, Host, Node, Switch, Topology
 from syncline.units import format_duration, format_rate, format_size, parse_duration
 

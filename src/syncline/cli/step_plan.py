@@ -22,8 +22,7 @@ from syncline.schedule.levelled_step import Known
 from syncline.schedule.outline import Outline
 from syncline.schedule.replicas import Replicas, Replicate, find_replicas, levels_of
 from syncline.schedule.replicated_step import ReplicaStep, choose_replicas, draft_replicas
-from syncline.schedule.spare_choice import draft_with_spares
-from syncline.schedule.spares import Apart, spare_shares
+from syncline.schedule.spares import Apart, draft_with_spares, spare_shares
 from syncline.schedule.step_candidates import BALANCED, MANY_RANKS, Cap, compare_caps
 from syncline.schedule.verifier import verify_outline
 from syncline.topology import Topology

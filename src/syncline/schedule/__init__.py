@@ -10,17 +10,15 @@ from syncline.late_imports import late_names
 if TYPE_CHECKING:
     from syncline.schedule.binomial import plan_binomial
     from syncline.schedule.bound import lower_bound
-    from syncline.schedule.collective import After, Before, Collective
-    from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, Prediction, predict
-    from syncline.schedule.draft import UNOWNED, Draft
+    from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, Prediction, StepPrediction, predict
+    from syncline.schedule.draft import UNOWNED, After, Before, Collective, Draft
     from syncline.schedule.in_trees import draft_with_owners
     from syncline.schedule.layout import Layout
     from syncline.schedule.ownership import Fractions, Target
     from syncline.schedule.planners import PLANNERS, Planner, choose, with_gateways_chosen
-    from syncline.schedule.program import Phase, RankProgram, Receive, Send
     from syncline.schedule.recursive_doubling import plan_recursive_doubling
     from syncline.schedule.ring import plan_ring
-    from syncline.schedule.schedule import Schedule
+    from syncline.schedule.schedule import Phase, RankProgram, Receive, Schedule, Send
     from syncline.schedule.sharded_step import (
         ShardedStep,
         layout_of_step,
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
         predict_sharded_step,
         sharded_step_bound,
     )
-    from syncline.schedule.step_prediction import StepPrediction
     from syncline.schedule.transfers import Transfer, Transfers
     from syncline.schedule.tree import plan_tree
     from syncline.schedule.verifier import split, verify
@@ -78,12 +75,10 @@ __all__ = [
 __getattr__ = late_names(
     __name__,
     {
-        "collective": "Collective Before After",
-        "draft": "Draft UNOWNED",
+        "draft": "Collective Before After Draft UNOWNED",
         "transfers": "Transfer Transfers",
         "verifier": "verify split",
-        "schedule": "Schedule",
-        "program": "RankProgram Phase Send Receive",
+        "schedule": "Schedule RankProgram Phase Send Receive",
         "layout": "Layout",
         "ownership": "Target Fractions",
         "tree": "plan_tree",
@@ -92,10 +87,9 @@ __getattr__ = late_names(
         "recursive_doubling": "plan_recursive_doubling",
         "binomial": "plan_binomial",
         "planners": "Planner PLANNERS choose with_gateways_chosen",
-        "cost": "predict Prediction CostModel DEFAULT_SLICE_BYTES",
+        "cost": "predict Prediction StepPrediction CostModel DEFAULT_SLICE_BYTES",
         "bound": "lower_bound",
         "sharded_step": "ShardedStep plan_sharded_step predict_sharded_step sharded_step_bound layout_of_step",
-        "step_prediction": "StepPrediction",
         "in_trees": "draft_with_owners",
     },
 )

@@ -23,11 +23,10 @@ from itertools import dropwhile, pairwise
 import numpy as np
 
 from syncline.schedule.bound import Branch, branch_of, lower_bound, with_finite_rates
-from syncline.schedule.collective import Collective
-from syncline.schedule.draft import Draft, lowest_terms
+from syncline.schedule.draft import Collective, Draft, lowest_terms
 from syncline.schedule.ownership import Exchange, TreeDivision, denominator_of, draw_exchanges
+from syncline.schedule.portions import limited_by_the_next
 from syncline.schedule.transfers import Transfer, Transfers
-from syncline.schedule.water_filling import limited_by_the_next
 from syncline.topology import Topology
 
 MOST_RANKS = 64

@@ -11,10 +11,9 @@ import numpy as np
 
 from syncline.arguments import checked
 from syncline.errors import ScheduleError
-from syncline.schedule.collective import Collective
-from syncline.schedule.draft import UNOWNED, Draft
-from syncline.schedule.leaves import leaves_from
+from syncline.schedule.draft import UNOWNED, Collective, Draft
 from syncline.schedule.ownership import Target
+from syncline.schedule.ring import ranks_from
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.transfers import Transfer, Transfers
 from syncline.schedule.verifier import verify
@@ -46,7 +45,7 @@ def draft_binomial(
     """Draw what :func:`plan_binomial` verifies."""
     if collective is not Collective.BROADCAST:
         raise ScheduleError(f"binomial plans broadcasts, not {collective}; take plan_recursive_doubling, or plan_tree")
-    order = leaves_from(topology, root)
+    order = ranks_from(topology, root)
     rows: list[Transfer] = []
     groups, step = [(0, len(order))], 0
     while groups := [group for group in groups if group[1] - group[0] > 1]:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 from syncline.arguments import checked
 from syncline.errors import ScheduleError
-from syncline.schedule.collective import Collective
+from syncline.schedule.draft import Collective
 from syncline.schedule.ownership import Target
 from syncline.topology import Node, Topology
 

@@ -37,9 +37,8 @@ import numpy.typing as npt
 from syncline.arguments import checked
 from syncline.errors import ScheduleError
 from syncline.schedule.bound import branch_of
-from syncline.schedule.collective import Collective
-from syncline.schedule.draft import Draft, lowest_terms
-from syncline.schedule.gateways import speaking
+from syncline.schedule.draft import Collective, Draft, lowest_terms
+from syncline.schedule.ownership import speaking
 from syncline.schedule.step_flow import STEP, Flow, solve_step_flow
 from syncline.schedule.transfers import Transfer, Transfers
 from syncline.topology import Topology

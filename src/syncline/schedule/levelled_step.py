@@ -24,11 +24,11 @@ import numpy as np
 
 from syncline.schedule.draft import Draft
 from syncline.schedule.in_trees import draft_with_owners, weights_of_shares
-from syncline.schedule.leaves import leaves
 from syncline.schedule.outline import DrawnExchange, Outline, Part, Shape, joined, shape_of
 from syncline.schedule.step_flow import STEP, StepFlow, solve_step_flow
 from syncline.schedule.transfers import IntArray
 from syncline.topology import Host, Link, Rank, Switch, Topology
+from syncline.topology.tree import ranks_below
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ class LevelledStep:
         atoms_per_child: int = 1,
         known: Known | None = None,
     ) -> None:
-        self._order: IntArray = np.array(leaves(topology.root), dtype=np.int32)
+        self._order: IntArray = np.array(ranks_below(topology.root), dtype=np.int32)
         self._limits, kinds = np.unique(limits, return_inverse=True)
         self._atoms_per_child = atoms_per_child
         self._known: Known = {} if known is None else known

@@ -27,8 +27,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from syncline.schedule.collective import Collective
-from syncline.schedule.draft import Draft, lowest_terms
+from syncline.schedule.draft import Collective, Draft, lowest_terms
 from syncline.schedule.replay import draw_words
 from syncline.schedule.traffic import Floats, LinkTable, StepTraffic, sums
 from syncline.schedule.transfers import BoolArray, IntArray, Transfers

@@ -10,15 +10,12 @@ from types import MappingProxyType
 from syncline.arguments import checked
 from syncline.errors import ScheduleError
 from syncline.schedule.binomial import draft_binomial
-from syncline.schedule.collective import Collective
-from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, fastest, predict
-from syncline.schedule.draft import Draft
-from syncline.schedule.gateways import is_bound_to_gateways
+from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, fastest, predict, safest, supposed_network
+from syncline.schedule.draft import Collective, Draft
 from syncline.schedule.outline import Outline
-from syncline.schedule.ownership import Target
+from syncline.schedule.ownership import Target, is_bound_to_gateways
 from syncline.schedule.recursive_doubling import draft_recursive_doubling
 from syncline.schedule.ring import draft_ring
-from syncline.schedule.safest import safest, supposed_network
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.tree import draft_tree, outline_tree
 from syncline.schedule.verifier import verify

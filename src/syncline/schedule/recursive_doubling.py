@@ -16,14 +16,13 @@ import numpy as np
 
 from syncline.arguments import checked
 from syncline.errors import ScheduleError
-from syncline.schedule.collective import Collective
-from syncline.schedule.draft import UNOWNED, Draft
-from syncline.schedule.leaves import leaves
+from syncline.schedule.draft import UNOWNED, Collective, Draft
 from syncline.schedule.ownership import Target
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.transfers import Transfer, Transfers
 from syncline.schedule.verifier import verify
 from syncline.topology import Topology
+from syncline.topology.tree import ranks_below
 
 
 @checked
@@ -52,7 +51,7 @@ def draft_recursive_doubling(
     """Draw what :func:`plan_recursive_doubling` verifies."""
     if collective is Collective.BROADCAST:
         raise ScheduleError("recursive_doubling plans no broadcast; take plan_binomial, or plan_tree")
-    order = leaves(topology.root)
+    order = ranks_below(topology.root)
     if collective is Collective.ALL_REDUCE:
         return _draft(collective, order, _exchange_all(order), owners=[UNOWNED])
     owners = range(len(order)) if target == "rank_order" else order

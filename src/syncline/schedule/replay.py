@@ -3,7 +3,7 @@
 Each rank's contribution is an odd 64-bit number drawn for it; sums wrap around. A sum equals the sum of all
 contributions once each only if each was counted once, but for a chance of about 2^-60 (the numbers are fixed, so that
 every rank of a job finds the same). Zero stands for "not written yet". This costs one addition for each transfer and
-atom, in numpy; only when something is wrong does :mod:`syncline.schedule.blame` count exactly.
+atom, in numpy; only when something is wrong does :mod:`syncline.schedule.verifier` count exactly.
 
 State is [ranks, atoms of a block]; blocks bound the memory. Long transfers are copied as slices, short ones are
 expanded into index arrays and moved together.
@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from syncline.schedule.collective import After, Before
-from syncline.schedule.draft import Draft
+from syncline.schedule.draft import After, Before, Draft
 from syncline.schedule.transfers import Transfers
 
 Words = npt.NDArray[np.uint64]

@@ -23,13 +23,12 @@ from dataclasses import replace
 import numpy as np
 
 from syncline.errors import ScheduleError, TopologyError
-from syncline.schedule.collective import Collective
-from syncline.schedule.draft import Draft
+from syncline.schedule.draft import Collective, Draft
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.transfers import IntArray, Transfers
 from syncline.schedule.verifier import split_at_owners, verify
 from syncline.topology import Host, Node, Topology
-from syncline.topology.tree import walk
+from syncline.topology.tree import ranks_below
 
 Replicate = str | int | Sequence[str | Sequence[int]]
 """How a user names replicas; :func:`find_replicas` says what each form means."""
@@ -61,7 +60,7 @@ def find_replicas(topology: Topology, replicate: Replicate) -> Replicas:
         nodes = list(_at_level(topology.root, replicate))
     else:
         nodes = _named(topology, replicate)
-    replicas = tuple(_ranks_below(node) for node in nodes)
+    replicas = tuple(_ranks_of(node) for node in nodes)
     counted = sorted(rank for ranks in replicas for rank in ranks)
     if counted != list(range(topology.num_ranks)):
         counts = {rank: counted.count(rank) for rank in range(topology.num_ranks)}
@@ -166,7 +165,7 @@ def _height(node: Node) -> int:
 
 
 def _named(topology: Topology, replicate: Sequence[str | Sequence[int]]) -> list[Node]:
-    by_ranks = {_ranks_below(node): node for node in topology.walk()}
+    by_ranks = {_ranks_of(node): node for node in topology.walk()}
     nodes = []
     for each in replicate:
         if isinstance(each, str):
@@ -178,8 +177,8 @@ def _named(topology: Topology, replicate: Sequence[str | Sequence[int]]) -> list
     return nodes
 
 
-def _ranks_below(node: Node) -> tuple[int, ...]:
-    return tuple(sorted(leaf.rank for leaf in walk(node) if not leaf.children))  # type: ignore[union-attr]
+def _ranks_of(node: Node) -> tuple[int, ...]:
+    return tuple(sorted(ranks_below(node)))
 
 
 def _refusal(topology: Topology, reason: str) -> TopologyError:

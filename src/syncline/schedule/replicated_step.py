@@ -24,17 +24,14 @@ from typing import Literal
 import numpy as np
 
 from syncline.errors import ScheduleError
-from syncline.schedule.collective import Collective
-from syncline.schedule.cost import ABOUT_EQUAL, DEFAULT_SLICE_BYTES, Prediction, predict
-from syncline.schedule.draft import Draft, lowest_terms
-from syncline.schedule.gateways import speaking
+from syncline.schedule.cost import ABOUT_EQUAL, DEFAULT_SLICE_BYTES, Pair, Prediction, drawn, predict, supposed_network
+from syncline.schedule.draft import Collective, Draft, lowest_terms
 from syncline.schedule.in_trees import RESOLUTION, draft_with_owners, weights_of_shares
+from syncline.schedule.ownership import speaking
 from syncline.schedule.planners import planners_for
 from syncline.schedule.replicas import Replicas, draft_in_replicas, levels_of
-from syncline.schedule.safest import supposed_network
 from syncline.schedule.step_candidates import BALANCED, Cap, draft_sharded_steps
 from syncline.schedule.step_flow import STEP, StepFlow, solve_step_flow
-from syncline.schedule.step_prediction import Pair, drawn
 from syncline.schedule.traffic import shares
 from syncline.schedule.transfers import IntArray, Transfers
 from syncline.topology import Host, Link, Node, Rank, Switch, Topology

@@ -14,14 +14,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from syncline.arguments import checked
-from syncline.schedule.collective import Collective
-from syncline.schedule.draft import UNOWNED, Draft
-from syncline.schedule.leaves import leaves, leaves_from
+from syncline.schedule.draft import UNOWNED, Collective, Draft
 from syncline.schedule.ownership import Target
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.transfers import Transfer, Transfers
 from syncline.schedule.verifier import verify
 from syncline.topology import Topology
+from syncline.topology.tree import ranks_below
 
 
 @checked
@@ -48,8 +47,8 @@ def draft_ring(
     """Draw what :func:`plan_ring` verifies."""
     num_ranks = topology.num_ranks
     if collective is Collective.BROADCAST:
-        return _draft_chain(leaves_from(topology, root), root)
-    order = leaves(topology.root)
+        return _draft_chain(ranks_from(topology, root), root)
+    order = ranks_below(topology.root)
     scatter, gather = _round(order, behind=1, add=True), _round(order, behind=0, add=False)
     transfers = {
         Collective.REDUCE_SCATTER: [scatter],
@@ -95,3 +94,14 @@ def _draft_chain(order: Sequence[int], root: int) -> Draft:
         planner="ring",
         root=root,
     )
+
+
+def ranks_from(topology: Topology, root: int) -> tuple[int, ...]:
+    """Return all ranks depth first, ``root`` first: at each of its ancestors its branch goes before the others."""
+    path = topology.path(root)
+    order = [root]
+    for branch, parent in zip(path, [*path[1:], topology.root], strict=True):
+        for child in parent.children:
+            if child is not branch:
+                order += ranks_below(child)
+    return tuple(order)

@@ -19,17 +19,14 @@ import numpy as np
 
 from syncline.arguments import checked
 from syncline.errors import ScheduleError
-from syncline.schedule.collective import Collective
-from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel
-from syncline.schedule.draft import Draft
+from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, StepPrediction, drawn, is_in_windows, predict_pair
+from syncline.schedule.draft import Collective, Draft
 from syncline.schedule.layout import Layout
 from syncline.schedule.planners import check_plannable
 from syncline.schedule.schedule import Schedule
-from syncline.schedule.spare_choice import draft_with_spares
-from syncline.schedule.spares import Apart, spare_shares
+from syncline.schedule.spares import Apart, draft_with_spares, spare_shares
 from syncline.schedule.step_candidates import Portions, limits_of, upto
 from syncline.schedule.step_flow import STEP, solve_step_flow
-from syncline.schedule.step_prediction import StepPrediction, drawn, in_windows, predict_pair
 from syncline.schedule.transfers import Transfers
 from syncline.schedule.verifier import verify
 from syncline.topology import Topology
@@ -168,7 +165,7 @@ def layout_of_step(step: ShardedStep, num_elements: int, slice_elements: int) ->
     """
     num_slices = max(1, -(-num_elements // slice_elements)) if slice_elements > 0 else 1
     pair = (step.reduce_scatter.draft, step.all_gather.draft)
-    build = Layout.contiguous if in_windows(pair, num_slices) else Layout.build
+    build = Layout.contiguous if is_in_windows(pair, num_slices) else Layout.build
     return build(step.reduce_scatter, num_elements, slice_elements)
 
 

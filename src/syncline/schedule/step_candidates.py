@@ -17,17 +17,24 @@ from typing import Annotated, Literal
 from syncline.arguments import Bounds
 from syncline.errors import ScheduleError
 from syncline.schedule.bound import lower_bound
-from syncline.schedule.collective import Collective
-from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, fastest
-from syncline.schedule.draft import Draft
-from syncline.schedule.gateways import speaking
+from syncline.schedule.cost import (
+    DEFAULT_SLICE_BYTES,
+    CostModel,
+    Halves,
+    StepPrediction,
+    drawn,
+    fastest,
+    predict_pair,
+    safest,
+    supposed_network,
+)
+from syncline.schedule.draft import Collective, Draft
 from syncline.schedule.in_trees import RESOLUTION, draft_with_owners, weights_of_shares
 from syncline.schedule.levelled_step import Known, LevelledStep
 from syncline.schedule.outline import Outline
+from syncline.schedule.ownership import speaking
 from syncline.schedule.planners import MAX_PLANNED_RANKS, planners_for
-from syncline.schedule.safest import safest, supposed_network
 from syncline.schedule.step_flow import STEP, Limits, StepFlow, solve_step_flow
-from syncline.schedule.step_prediction import Halves, StepPrediction, drawn, predict_pair
 from syncline.schedule.verifier import split_at_owners
 from syncline.schedule.weighted_tree import draft_portions, draft_weighted_tree
 from syncline.topology import Topology

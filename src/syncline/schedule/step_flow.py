@@ -31,7 +31,7 @@ import numpy as np
 
 from syncline.errors import ScheduleError
 from syncline.schedule.bound import Branch, bound_of, branch_of, condensed, swapped
-from syncline.schedule.collective import Collective
+from syncline.schedule.draft import Collective
 from syncline.schedule.traffic import Floats
 from syncline.topology import Topology
 

@@ -19,13 +19,11 @@ from typing import TypeVar
 from syncline.arguments import checked
 from syncline.schedule.aggregation_ranks import MOST_RANKS, draft_with_aggregation_ranks
 from syncline.schedule.bound import lower_bound
-from syncline.schedule.collective import Collective
 from syncline.schedule.cost import CostModel, fastest, predict
-from syncline.schedule.draft import Draft
-from syncline.schedule.gateways import is_bound_to_gateways, speaking
+from syncline.schedule.draft import Collective, Draft
 from syncline.schedule.in_trees import draft_with_owners, weights_of_shares
 from syncline.schedule.outline import Outline
-from syncline.schedule.ownership import Fractions, Target
+from syncline.schedule.ownership import Fractions, Target, is_bound_to_gateways, speaking
 from syncline.schedule.portions import best_fractions
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.step_flow import STEP, solve_step_flow

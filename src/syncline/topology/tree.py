@@ -247,9 +247,14 @@ def walk(node: Node) -> Iterator[Node]:
         yield from walk(child)
 
 
+def ranks_below(node: Node) -> tuple[int, ...]:
+    """Return the ranks below ``node``, itself included, depth first, so that ranks that are close stand close."""
+    return tuple(below.rank for below in walk(node) if isinstance(below, Rank))
+
+
 def num_ranks_below(node: Node) -> int:
     """Return how many ranks are below ``node``, itself included."""
-    return sum(isinstance(below, Rank) for below in walk(node))
+    return len(ranks_below(node))
 
 
 def relinked(root: Switch | Host, links: Mapping[str, Link]) -> Switch | Host:

@@ -16,7 +16,7 @@ import torch
 from syncline.arguments import Bounds, checked
 from syncline.errors import ConfigurationError
 from syncline.schedule import Collective, lower_bound
-from syncline.schedule.gateways import speaking
+from syncline.schedule.ownership import speaking
 from syncline.schedule.step_candidates import BALANCED, MAY_TAKE, Cap
 from syncline.schedule.step_flow import solve_step_flow
 from syncline.topology import Host, Node, Topology
