@@ -22,7 +22,7 @@ from syncline.backend.coded_reductions import CODING_GROUPS, CodedReductions
 from syncline.backend.group_streams import GroupStreams
 from syncline.backend.hierarchical import HierarchicalCollectives, Layers, LayerSource
 from syncline.backend.inner_groups import InnerBackend, NcclBackend
-from syncline.backend.point_to_point import PointToPoint
+from syncline.backend.point_to_point import PointToPoint, Receive
 from syncline.fabric.progress import ELSEWHERE, STEP
 from syncline.last_words import note
 from syncline.pytorch.metrics import publish
@@ -30,17 +30,24 @@ from syncline.runtime import Communicator
 from syncline.runtime.control import Tally
 from syncline.tensors.collectives import TensorCollectives, check_tensors
 from syncline.tensors.device_copies import CudaCopier, DeviceCopier
-from syncline.tensors.memory import ScratchPool, bytes_of, host_memory_of, landing_memory_of, put_back
+from syncline.tensors.memory import ScratchPool, bytes_of, host_memory_of, is_ordinary, landing_memory_of, put_back
 from syncline.tensors.staging import StagedCollectives, Staging
-from syncline.tensors.work import PendingCalls, TensorWork
+from syncline.tensors.work import OVER, PendingCalls, TensorWork
 from syncline.updates.compression import Compress
 from syncline.updates.private_torch import backward_pass
 
 
 class ReceiveWork(TensorWork):
-    """A receive under way; :attr:`source` is the rank of the group that it is from, once that is known."""
+    """A receive under way."""
 
-    source: int | None = None
+    def __init__(self, receive: Receive, finish: Callable[[], object] | None) -> None:
+        super().__init__([receive.work], finish)
+        self._receive = receive
+
+    @property
+    def source(self) -> int | None:
+        """The rank of the group that it is from; None before it is over."""
+        return self._receive.source if self._receive.work.is_over else None
 
 
 class GroupOwner(Protocol):
@@ -158,23 +165,22 @@ class GroupState:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> TensorWork:
         """Send ``tensor`` to a rank of the group."""
-        check_tensors("send", [tensor])
-        work = self.messages.send(bytes_of(host_memory_of(tensor)), peer, tag, timeout_s=self.timeout_s)
-        return TensorWork([work])
+        host, messages = tensor, self.messages
+        if not is_ordinary(tensor):
+            check_tensors("send", [tensor])
+            host = host_memory_of(tensor)
+        if messages.put(host.data_ptr(), host.nbytes, peer, tag):
+            return OVER
+        return TensorWork([messages.send(bytes_of(host), peer, tag, timeout_s=self.timeout_s)])
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> ReceiveWork:
         """Receive ``tensor`` from a rank of the group, or from anyone."""
-        check_tensors("recv", [tensor])
-        host = landing_memory_of(tensor)
+        host = tensor
+        if not is_ordinary(tensor):
+            check_tensors("recv", [tensor])
+            host = landing_memory_of(tensor)
         received = self.messages.receive(bytes_of(host), source, tag, timeout_s=self.timeout_s)
-        work: ReceiveWork
-
-        def finish() -> None:
-            work.source = received.source
-            put_back(host, tensor)
-
-        work = ReceiveWork([received.work], finish)
-        return work
+        return ReceiveWork(received, None if host is tensor else lambda: put_back(host, tensor))
 
     def close(self) -> None:
         """Say goodbye and release everything; those of a world close all of its groups. A second call does nothing."""

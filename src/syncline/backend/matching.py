@@ -72,14 +72,22 @@ class MessageMatcher(Generic[R]):
         self._num_unexpected[head.source] -= 1
         return head
 
+    def find(self, source: int, tag: int) -> R | None:
+        """Return the receive that gets a message of ``source`` with ``tag``, which has come; None if none waits."""
+        key: tuple[int | None, int] = source, tag
+        waiting, from_anyone = self._asked.get(key), self._asked.get((None, tag))
+        if from_anyone and not (waiting and waiting[0].order < from_anyone[0].order):
+            key, waiting = (None, tag), from_anyone
+        if not waiting:
+            return None
+        receive = waiting.popleft().receive
+        if not waiting:
+            del self._asked[key]
+        return receive
+
     def arrive(self, head: MessageHead) -> R | None:
         """Return the receive that gets ``head``; else it is kept. FabricError if its source sends too many."""
-        keys = [key for key in ((head.source, head.tag), (None, head.tag)) if key in self._asked]
-        if keys:
-            key = min(keys, key=lambda one: self._asked[one][0].order)
-            receive = self._asked[key].popleft().receive
-            if not self._asked[key]:
-                del self._asked[key]
+        if (receive := self.find(head.source, head.tag)) is not None:
             return receive
         count = self._num_unexpected.get(head.source, 0) + 1
         if count > MAX_UNEXPECTED:

@@ -87,6 +87,7 @@ class PointToPoint:
         self._matcher: MessageMatcher[Receive] = MessageMatcher()
         self._sends: dict[tuple[int, int], _Send] = {}
         self._receives: dict[int, Receive] = {}  # all that are not over, by id
+        self._num_asleep = 0
         self._num_sent: Counter[int] = Counter()
         self._num_come: Counter[int] = Counter()
         self._num_heads_sent: Counter[int] = Counter()
@@ -107,18 +108,21 @@ class PointToPoint:
         with self._lock:
             number = self._num_sent[peer]
             self._num_sent[peer] += 1
-            if self._is_put(send, number):
-                work.end(None)
-            else:
-                self._port.call_soon(self._locked(self._send, send, number))
+            self._port.call_soon(self._locked(self._send, send, number))
         return work
 
-    def _is_put(self, send: _Send, number: int) -> bool:
-        """Whether a message is in its receiver's inbox now."""
-        if self._inboxes is None or send.payload.nbytes > FETCH_BYTES or {send.peer, self._rank} & self._gone.keys():
+    def put(self, address: int, num_bytes: int, peer: int, tag: int) -> bool:
+        """Send what lies at ``address``, which may change then; False, with nothing done, if it must be sent."""
+        self._check_peer(peer)
+        if self._inboxes is None or num_bytes > FETCH_BYTES:
             return False
         self._port.progress.touch()
-        return self._inboxes.put(send.peer, send.tag, number, send.payload)
+        with self._lock:
+            if peer in self._gone or self._rank in self._gone:
+                return False
+            is_put = self._inboxes.put(peer, tag, self._num_sent[peer], address, num_bytes)
+            self._num_sent[peer] += is_put
+        return is_put
 
     def receive(self, destination: memoryview, source: int | None, tag: int, *, timeout_s: float) -> Receive:
         """Receive the next message of ``source`` (None: of anyone) with ``tag``, of exactly this size; any thread."""
@@ -149,17 +153,21 @@ class PointToPoint:
     def _take_until_over(self, inboxes: _native.Inboxes, receive: Receive, _: Work, limit_s: float) -> None:
         """Take what comes until ``receive`` is over, on a thread that waits for it, for at most ``limit_s``."""
         until_s = min(time.monotonic() + limit_s, receive.deadline_s)
+        is_awake = 0
         while True:
             seen = inboxes.num_changes
             with self._lock:
+                self._num_asleep -= is_awake
                 self._take_all()
                 now_s = time.monotonic()
                 if now_s >= receive.deadline_s:
                     self._receive_is_late(receive)
-                is_over = id(receive) not in self._receives
-            if is_over or now_s >= until_s:
-                return
-            inboxes.wait(seen, until_s - now_s)
+                if id(receive) not in self._receives or now_s >= until_s:
+                    return
+                is_awake = 1
+                self._num_asleep += 1
+            # What is large comes by the communication thread, which may want this core.
+            inboxes.wait(seen, until_s - now_s, looks=receive.destination.nbytes <= FETCH_BYTES)
 
     # Everything below is called with the lock held, and on the communication loop's thread; but any thread takes what
     # is in the inbox, and delivers it.
@@ -177,12 +185,19 @@ class PointToPoint:
                 if number != self._num_come[peer]:
                     return
                 self._num_come[peer] += 1
-                head = MessageHead(source=peer, tag=tag, num_bytes=num_bytes, number=number, is_put=True)
-                receive = self._matcher.arrive(head)
-                is_in_place = receive is not None and receive.destination.nbytes == num_bytes
-                head.inline = receive.destination if receive is not None and is_in_place else bytearray(num_bytes)
-                self._inboxes.take(peer, head.inline)
-                if receive is not None:
+                receive = self._matcher.find(peer, tag)
+                if receive is not None and receive.destination.nbytes == num_bytes:
+                    self._inboxes.take(peer, receive.destination)
+                    self._inboxes.release(peer, num_bytes)
+                    receive.source = peer
+                    self._end_receive(receive, None)
+                    continue
+                memory = bytearray(num_bytes)
+                self._inboxes.take(peer, memory)
+                head = MessageHead(source=peer, tag=tag, num_bytes=num_bytes, number=number, inline=memory, is_put=True)
+                if receive is None:
+                    self._matcher.arrive(head)
+                else:
                     self._deliver(receive, head)
         except (FabricError, RuntimeError) as error:
             self._gone[peer] = FabricError(f"{self._port.describe_peer(peer)}: {error}")
@@ -284,13 +299,16 @@ class PointToPoint:
         send = self._sends.get((peer, number))
         if send is None:
             return
-        error = None
         if kind == REFUSED:
-            error = MismatchError(
+            text = (
                 f"rank {self._rank} sent {send.payload.nbytes} bytes with tag {send.tag} to "
                 f"{self._port.describe_peer(peer)}, which received {num_bytes} bytes; let both give tensors of one size"
             )
-        self._end_send(send, number, error)
+            self._end_send(send, number, MismatchError(text))
+            return
+        send.needs_answer = False  # but its memory is in use until all of it is sent
+        if send.is_sent:
+            self._end_send(send, number, None)
 
     def _fetch(self, head: MessageHead) -> None:
         """Take a message of middling size before somebody asks: its sender has sent it unasked, and goes on."""
@@ -335,8 +353,7 @@ class PointToPoint:
         if head.num_bytes != receive.destination.nbytes:
             self._refuse(receive, head)
         elif head.inline is not None:
-            if head.inline is not receive.destination:
-                receive.destination[:] = head.inline
+            receive.destination[:] = head.inline
             self._end_receive(receive, None)
         elif head.is_fetched:
             self._take_fetched(receive, head)
@@ -373,7 +390,8 @@ class PointToPoint:
             receive.work.finish(error)
         else:
             receive.work.end(error)
-            self._inboxes.wake()
+            if self._num_asleep:
+                self._inboxes.wake()
 
     def _receive_is_late(self, receive: Receive) -> None:
         self._matcher.withdraw(receive.awaited, receive.tag, receive)

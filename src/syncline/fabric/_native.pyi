@@ -160,16 +160,19 @@ class Inboxes:
     def __init__(self, memory: memoryview, *, rank: int, num_ranks: int, spin_s: float) -> None: ...
     @staticmethod
     def size_bytes(num_ranks: int) -> int: ...
-    def put(self, peer: int, tag: int, number: int, message: bytes | memoryview) -> bool:
-        """Send a message; False where there is no room for it."""
+    def put(self, peer: int, tag: int, number: int, address: int, num_bytes: int) -> bool:
+        """Send what lies at an address; False where there is no room for it."""
     def first(self, peer: int) -> tuple[int, int, int] | None:
         """Return tag, number and size of the oldest message of ``peer`` that was not taken."""
     def take(self, peer: int, into: bytearray | memoryview) -> None: ...
     def release(self, peer: int, num_bytes: int) -> None:
         """Say that a message that was taken is needed no longer."""
     def wake(self) -> None: ...
-    def wait(self, seen: int, timeout_s: float) -> None:
-        """Wait until ``num_changes`` is no longer ``seen``, at most ``timeout_s``, or for no reason."""
+    def wait(self, seen: int, timeout_s: float, *, looks: bool = True) -> None:
+        """Wait until ``num_changes`` is no longer ``seen``, at most ``timeout_s``, or for no reason.
+
+        With ``looks`` it looks for a moment before it sleeps.
+        """
     def counts(self, peer: int) -> tuple[int, int, int, int]:
         """Return how many messages were sent, and their bytes; and the same of those that were received."""
 

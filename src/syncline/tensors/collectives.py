@@ -26,6 +26,7 @@ from syncline.tensors.memory import (
     bytes_of,
     dtype_name,
     host_memory_of,
+    is_ordinary,
     is_plain,
     joined,
     landing_memory_of,
@@ -107,7 +108,7 @@ class TensorCollectives:
         """
         if self.other_way is not None or not self._communicator.has_segment:
             return None
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        if not is_ordinary(tensor):
             return None
         if self._kept_for is not self._communicator.topology or len(self._kept) > MOST_KEPT:
             self._kept, self._kept_for = {}, self._communicator.topology
@@ -116,7 +117,7 @@ class TensorCollectives:
             kept = self._kept[key]
         except KeyError:
             kept = self._kept[key] = self._keep(*key)
-        return kept if is_plain(tensor) else None
+        return kept
 
     def _keep(self, dtype: torch.dtype, num_bytes: int, op: Any) -> KeptCall | None:
         is_barrier = op == "barrier"

@@ -154,6 +154,13 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether no more need be looked at to move the tensor's own memory; others may be plain, too."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return is_plain(tensor) and not tensor.is_quantized
+
+
 def host_memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor itself if it can be sent as it is, else a copy in host memory."""
     if is_plain(tensor):

@@ -23,10 +23,8 @@ std::optional<bool> make(Segment& self, uint64_t signature, SumOrder& order, uin
     return self.make(signature, order, std::bit_cast<uint8_t*>(address), num_bytes);
 }
 
-bool put(Inboxes& self, int peer, int64_t tag, uint64_t number, const py::buffer& message) {
-    const auto view = message.request();
-    const auto num_bytes = static_cast<size_t>(view.size * view.itemsize);
-    return self.put(peer, {tag, number, num_bytes}, static_cast<const uint8_t*>(view.ptr));
+bool put(Inboxes& self, int peer, int64_t tag, uint64_t number, uintptr_t address, size_t num_bytes) {
+    return self.put(peer, {tag, number, num_bytes}, std::bit_cast<const uint8_t*>(address));
 }
 
 std::optional<std::tuple<int64_t, uint64_t, size_t>> first(Inboxes& self, int peer) {
@@ -74,12 +72,13 @@ void bind_segment(py::module_& module) {
              "memory"_a, py::kw_only(), "rank"_a, "num_ranks"_a, "spin_s"_a, py::keep_alive<1, 2>())
         .def_static("size_bytes", &Inboxes::size_bytes, "num_ranks"_a)
         .def_property_readonly("num_changes", &Inboxes::num_changes)
-        .def("put", &put, "peer"_a, "tag"_a, "number"_a, "message"_a)
+        .def("put", &put, "peer"_a, "tag"_a, "number"_a, "address"_a, "num_bytes"_a)
         .def("first", &first, "peer"_a)
         .def("take", &take, "peer"_a, "into"_a)
         .def("release", &Inboxes::release, "peer"_a, "num_bytes"_a)
         .def("wake", &Inboxes::wake)
-        .def("wait", &Inboxes::wait, "seen"_a, "timeout_s"_a, py::call_guard<py::gil_scoped_release>())
+        .def("wait", &Inboxes::wait, "seen"_a, "timeout_s"_a, py::kw_only(), "looks"_a = true,
+             py::call_guard<py::gil_scoped_release>())
         .def("counts", &counts, "peer"_a);
 }
 

@@ -119,8 +119,9 @@ void Inboxes::change(int rank) {
     wake_all(changes(rank));
 }
 
-void Inboxes::wait(uint64_t seen, double timeout_s) const {
-    if (!look_for([&] { return num_changes() != seen; }, spin_ns_)) sleep_on(changes(rank_), seen, timeout_s);
+void Inboxes::wait(uint64_t seen, double timeout_s, bool looks) const {
+    const auto has_changed = [&] { return num_changes() != seen; };
+    if (!looks || !look_for(has_changed, spin_ns_)) sleep_on(changes(rank_), seen, timeout_s);
 }
 
 }  // namespace syncline

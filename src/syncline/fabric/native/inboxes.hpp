@@ -47,8 +47,8 @@ class Inboxes {
     [[nodiscard]] uint64_t num_changes() const;
     // Let all threads of this rank that wait look again.
     void wake() { change(rank_); }
-    // Wait until `num_changes` is no longer `seen`, at most so long, or for no reason.
-    void wait(uint64_t seen, double timeout_s) const;
+    // Wait until `num_changes` is no longer `seen`, at most so long, or for no reason; look for a moment before.
+    void wait(uint64_t seen, double timeout_s, bool looks) const;
     [[nodiscard]] const Counts& counts(int peer) const { return counts_[static_cast<size_t>(peer)]; }
 
    private:
