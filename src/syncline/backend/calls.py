@@ -220,12 +220,13 @@ class GroupCalls:
         """
         settings = _settings(opts, c10d.BarrierOptions)
         before = self.state.under_way
-        if not settings.asyncOp:
+        if (joined := before.all()) and not settings.asyncOp:
             before.wait(self.state.choose_timeout_s(settings.timeout))
-        joined, how = before.all(), self._count(settings)
-        kept = None if settings.asyncOp or joined else self.state.collectives.find_kept(BARRIER, "barrier")
+            joined = before.all()
+        how = self._count(settings)
+        kept = self.state.collectives.find_kept(BARRIER, "barrier") if how["is_awaited"] and not joined else None
         if kept is not None and kept.make(BARRIER, how["timeout_s"]):
-            return self._begun(OVER, [])
+            return self.state.met
         work = self.state.collectives.barrier(**how)
         return self._begun(TensorWork.together([*joined, work]) if joined else work, [], settings)
 

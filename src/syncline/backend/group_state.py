@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from syncline.backend.call_work import CompletionThreads
+from syncline.backend.call_work import CallWork, CompletionThreads
 from syncline.backend.coded_reductions import CODING_GROUPS, CodedReductions
 from syncline.backend.group_streams import GroupStreams
 from syncline.backend.hierarchical import HierarchicalCollectives, Layers, LayerSource
@@ -94,6 +94,8 @@ class GroupState:
         """Shared by all groups of a world: each would keep as much as its largest call took."""
         self.collectives = TensorCollectives(communicator, self.scratch, staged=staged)
         self.completions = CompletionThreads("syncline-futures")
+        self.met = CallWork(OVER, [], self.completions)
+        """What a barrier returns that is over."""
         self.uses_shared_memory = uses_shared_memory
         """Whether groups of ranks of one machine may make small calls in memory that they share."""
         self.timeout_s = timeout_s

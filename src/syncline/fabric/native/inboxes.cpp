@@ -50,7 +50,7 @@ Inboxes::Inboxes(uint8_t* memory, int rank, int num_ranks, double spin_s)
     : memory_(memory),
       rank_(rank),
       num_ranks_(num_ranks),
-      spin_ns_(static_cast<int64_t>(spin_s * 1e9)),
+      spin_(static_cast<int64_t>(spin_s * 1e9)),
       counts_(static_cast<size_t>(num_ranks)) {}
 
 size_t Inboxes::size_bytes(int num_ranks) {
@@ -121,7 +121,7 @@ void Inboxes::change(int rank) {
 
 void Inboxes::wait(uint64_t seen, double timeout_s, bool looks) const {
     const auto has_changed = [&] { return num_changes() != seen; };
-    if (!looks || !look_for(has_changed, spin_ns_)) sleep_on(changes(rank_), seen, timeout_s);
+    if (!looks || !look_for(has_changed, SteadyClock::now() + spin_)) sleep_on(changes(rank_), seen, timeout_s);
 }
 
 }  // namespace syncline

@@ -10,6 +10,7 @@
 // A rank's threads call this one at a time, but for `wait`. What is read is checked, as a peer may be broken.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -54,7 +55,7 @@ class Inboxes {
    private:
     uint8_t* memory_;
     int rank_, num_ranks_;
-    int64_t spin_ns_;
+    std::chrono::nanoseconds spin_;
     std::vector<Counts> counts_;
 
     [[nodiscard]] uint64_t& changes(int rank) const;

@@ -63,7 +63,7 @@ Segment::Segment(uint8_t* memory, int rank, int num_ranks, size_t payload_bytes,
       rank_(rank),
       num_ranks_(num_ranks),
       payload_bytes_(payload_bytes),
-      spin_ns_(static_cast<int64_t>(spin_s * 1e9)),
+      spin_(static_cast<int64_t>(spin_s * 1e9)),
       contributions_(static_cast<size_t>(num_ranks)) {}
 
 uint8_t* Segment::slot(int rank) const {
@@ -113,10 +113,11 @@ std::optional<bool> Segment::make(uint64_t signature, SumOrder& order, uint8_t* 
     ++number;
     std::memcpy(payload(rank_, number), buffer, num_bytes);
     put_up(number, signature);
+    const auto until = SteadyClock::now() + spin_;
     for (int rank = 0; rank < num_ranks_; ++rank) {
         contributions_[static_cast<size_t>(rank)] = payload(rank, number);
         if (rank == rank_) continue;
-        const bool has_come = look_for([&] { return progress(rank) >= 2 * number; }, spin_ns_);
+        const bool has_come = look_for([&] { return progress(rank) >= 2 * number; }, until);
         if (!has_come || !has_header(rank, number, signature)) return false;
     }
     order.add_up(buffer, contributions_, rank_, num_bytes);

@@ -4,6 +4,7 @@
 // and why nothing is read too early, too late or half written.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -36,7 +37,7 @@ class SumOrder {
 
 class Segment {
    public:
-    // `memory` stays where it is as long as this lives. Threads that wait look for `spin_s` before they sleep.
+    // `memory` stays where it is as long as this lives. Who makes a call looks for the others for `spin_s`.
     Segment(uint8_t* memory, int rank, int num_ranks, size_t payload_bytes, double spin_s);
 
     uint64_t number = 0;  // of the last call of this rank
@@ -58,7 +59,7 @@ class Segment {
     uint8_t* memory_;
     int rank_, num_ranks_;
     size_t payload_bytes_;
-    int64_t spin_ns_;
+    std::chrono::nanoseconds spin_;
     uint64_t last_numbers_[2] = {0, 0};
     std::vector<const uint8_t*> contributions_;
 

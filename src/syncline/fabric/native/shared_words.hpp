@@ -42,12 +42,13 @@ inline void sleep_on(uint64_t& word, uint64_t seen, double timeout_s) {
     call_futex(word, FUTEX_WAIT, static_cast<uint32_t>(seen), &limit);
 }
 
-// Look for so long whether it is so. Being put to sleep and woken takes about as long as callers look, so at worst it
+using SteadyClock = std::chrono::steady_clock;
+
+// Look until then whether it is so. Being put to sleep and woken takes about as long as callers look, so at worst it
 // all takes twice as long; whoever else wants the core is let in between looks.
 template <typename Condition>
-bool look_for(Condition is_so, int64_t spin_ns) {
+bool look_for(Condition is_so, SteadyClock::time_point until) {
     constexpr int LOOKS_PER_YIELD = 32;
-    const auto until = std::chrono::steady_clock::now() + std::chrono::nanoseconds(spin_ns);
     for (;;) {
         for (int look = 0; look < LOOKS_PER_YIELD; ++look) {
             if (is_so()) return true;
@@ -55,7 +56,7 @@ bool look_for(Condition is_so, int64_t spin_ns) {
             _mm_pause();
 #endif
         }
-        if (std::chrono::steady_clock::now() >= until) return false;
+        if (SteadyClock::now() >= until) return false;
         std::this_thread::yield();
     }
 }

@@ -24,7 +24,7 @@ PAGE_BYTES = 4096
 MOST_BYTES = 64 << 20
 """Of all payloads. Pages that no call has used cost nothing."""
 SPIN_S = 50e-6
-"""How long a thread looks for the others before it sleeps, where each has a core: about what it takes to be woken."""
+"""How long a thread looks for the others before it sleeps: about what it takes to be woken."""
 
 
 class Segment(_native.Segment):
@@ -35,9 +35,10 @@ class Segment(_native.Segment):
         self.payload_bytes = payload_bytes(world_size)
         memory.madvise(mmap.MADV_DONTFORK)
         self._view = memoryview(memory)
-        spin_s = SPIN_S if world_size <= len(os.sched_getaffinity(0)) else 0.0
         whose = {"rank": rank, "num_ranks": world_size}
-        super().__init__(self._view, **whose, payload_bytes=self.payload_bytes, spin_s=spin_s)
+        super().__init__(self._view, **whose, payload_bytes=self.payload_bytes, spin_s=SPIN_S)
+        # A message has one receiver: where ranks share cores, its sender may need that one's.
+        spin_s = SPIN_S if world_size <= len(os.sched_getaffinity(0)) else 0.0
         self.inboxes = _native.Inboxes(self._view[_inboxes_start(world_size) :], **whose, spin_s=spin_s)
         starts = [PAGE_BYTES + place * _slot_bytes(world_size) for place in range(world_size)]
         self._payloads = [
