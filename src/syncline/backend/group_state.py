@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import torch
@@ -94,8 +94,6 @@ class GroupState:
         """Shared by all groups of a world: each would keep as much as its largest call took."""
         self.collectives = TensorCollectives(communicator, self.scratch, staged=staged)
         self.completions = CompletionThreads("syncline-futures")
-        self.met = CallWork(OVER, [], self.completions)
-        """What a barrier returns that is over."""
         self.uses_shared_memory = uses_shared_memory
         """Whether groups of ranks of one machine may make small calls in memory that they share."""
         self.timeout_s = timeout_s
@@ -120,6 +118,11 @@ class GroupState:
             return
         atexit.register(self._close_at_exit)
         self._stop_metrics = _watch(self)
+
+    @cached_property
+    def met(self) -> CallWork:
+        """What a barrier returns that is over."""
+        return CallWork(OVER, [], self.completions)
 
     @property
     def messages(self) -> PointToPoint:
