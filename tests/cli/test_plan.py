@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from syncline.cli.plan import MAX_ROWS, compare_planners, link_bytes_table, planner_table, show
-from syncline.cli.step_plan import plan_step
+from syncline.cli.step_plan import plan_replicas, plan_step
 from syncline.errors import ConfigurationError, ScheduleError
 from syncline.schedule import Collective, choose, plan_sharded_step
 from syncline.topology import DirectedLink, Topology
@@ -144,6 +144,7 @@ def test_more_ranks_than_a_job_may_have_are_planned_in_outline_and_it_is_said_ho
         lambda: compare_planners(topology, Collective.BROADCAST, NUM_BYTES),
         lambda: compare_planners(topology, Collective.ALL_REDUCE, NUM_BYTES, target="rank_order"),
         lambda: plan_step(topology, NUM_BYTES, "balanced", spares=1),
+        lambda: plan_replicas(topology, NUM_BYTES, "auto"),
         lambda: plan_sharded_step(topology, NUM_BYTES),
     ):
         with pytest.raises(ScheduleError, match=r"4800 ranks, .* at most 4096; .*`syncline plan` alone goes beyond"):

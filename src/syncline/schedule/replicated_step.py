@@ -28,7 +28,7 @@ from syncline.schedule.cost import ABOUT_EQUAL, DEFAULT_SLICE_BYTES, Pair, Predi
 from syncline.schedule.draft import Collective, Draft, lowest_terms
 from syncline.schedule.in_trees import RESOLUTION, draft_with_owners, weights_of_shares
 from syncline.schedule.ownership import speaking
-from syncline.schedule.planners import planners_for
+from syncline.schedule.planners import check_plannable, planners_for
 from syncline.schedule.replicas import Replicas, draft_in_replicas, levels_of
 from syncline.schedule.step_candidates import BALANCED, Cap, draft_sharded_steps
 from syncline.schedule.step_flow import STEP, StepFlow, solve_step_flow
@@ -79,6 +79,7 @@ def draft_replicas(
     No rank owns more than 1.25 times its equal share of its replica ("balanced"), or ``portions`` times that; "fastest"
     has no cap. The rest is as with :func:`plan_sharded_step`.
     """
+    check_plannable(topology)
     if len(replicas) == 1:
         pair, plain = draft_sharded_steps(topology, num_bytes, most=most, portions=portions, slice_bytes=slice_bytes)[0]
         return ReplicaStep(replicas=replicas, pair=drawn(pair), within=plain.reduce_scatter, after=plain.all_gather)
