@@ -324,8 +324,10 @@ class Part:
     @cached_property
     def holders(self) -> IntArray:
         """Who holds them, [ranges, children]."""
-        places = {child: np.searchsorted(child.owned[0], self.starts + _SAME_CUT, "right") for child in self.children}
-        found = {child: child.owned[1][place - 1] for child, place in places.items()}
+        found = dict[Part, IntArray]()
+        for child in dict.fromkeys(self.children):
+            starts, holders = child.owned
+            found[child] = holders[np.searchsorted(starts, self.starts + _SAME_CUT, "right") - 1]
         below: IntArray = np.stack([found[child] for child in self.children], axis=1)
         return (below + self.begins).astype(np.int32)
 
