@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -56,6 +57,27 @@ def child() -> None:
                 be_child(fleet)
             print("child ended with", os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
     fleet.close()
+
+
+def group_child() -> None:
+    """Fork when messages have passed through an inbox; the parent's go on."""
+    dist.init_process_group("syncline")
+    rank, given, taken = dist.get_rank(), torch.ones(3), torch.zeros(3)
+    for number in range(2):
+        works = [dist.isend(given, 1 - rank), dist.irecv(taken, 1 - rank)]
+        for work in works:
+            work.wait()
+        if number == 0 and (process := os.fork()) == 0:
+            for name, use in (("send", dist.isend), ("receive", dist.irecv)):
+                try:
+                    use(given, 1 - rank)
+                except FabricError as error:
+                    if "Only the process that called" in str(error):
+                        print("child was told of", name, flush=True)
+            os._exit(0)
+        elif number == 0:
+            print("child ended with", os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+    dist.destroy_process_group()
 
 
 def open_sockets() -> set[str]:

@@ -17,6 +17,15 @@ def test_a_child_that_touches_the_fleet_is_told_so_and_ends() -> None:
         assert "child ended with 0" in output
 
 
+def test_a_child_that_sends_or_receives_is_told_so() -> None:
+    """Messages between ranks of one machine pass through memory that a child does not have."""
+    for status, output in run_script(SCRIPT, 2, "group_child", finalizes=True):
+        assert status == 0, output
+        told = [line.rsplit(" ", 1)[1] for line in output.splitlines() if line.startswith("child was told")]
+        assert told == ["send", "receive"], output
+        assert "child ended with 0" in output
+
+
 def test_a_child_keeps_no_socket() -> None:
     for status, output in run_script(SCRIPT, 2, "sockets", finalizes=True):
         assert status == 0, output

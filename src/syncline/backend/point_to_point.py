@@ -116,7 +116,7 @@ class PointToPoint:
         self._check_peer(peer)
         if self._inboxes is None or num_bytes > FETCH_BYTES:
             return False
-        self._port.progress.touch()
+        self._port.touch()
         with self._lock:
             if peer in self._gone or self._rank in self._gone:
                 return False
@@ -142,7 +142,7 @@ class PointToPoint:
         if self._inboxes is None:
             self._port.call_soon(self._locked(self._ask, receive))
             return receive
-        self._port.progress.touch()
+        self._port.touch()
         with self._lock:
             self._take_all()
             self._ask(receive)

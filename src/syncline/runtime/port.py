@@ -63,6 +63,11 @@ class Port:
         """Return a work that its owner ends on the loop's thread, at the latest after ``timeout_s``."""
         return Work(label, timeout_s=timeout_s, loop=self._loop, progress=self._fabric.progress)
 
+    def touch(self) -> None:
+        """Count a call; raises in a forked child, which has none of the memory that ranks share."""
+        self._loop.check_process()
+        self._fabric.progress.touch()
+
     def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
         """Run ``function`` on the loop's thread, in the order of the calls; from any thread."""
         if not self._loop.is_current():

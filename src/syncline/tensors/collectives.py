@@ -108,7 +108,7 @@ class TensorCollectives:
         """
         if self.other_way is not None or not self._communicator.has_segment:
             return None
-        if tensor is not BARRIER and not is_ordinary(tensor):
+        if tensor is not BARRIER and (not is_ordinary(tensor) or self._staged_for(tensor) is not None):
             return None
         if self._kept_for is not self._communicator.topology or len(self._kept) > MOST_KEPT:
             self._kept, self._kept_for = {}, self._communicator.topology

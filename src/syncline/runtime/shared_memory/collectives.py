@@ -159,6 +159,8 @@ class SharedMemoryCollectives:
         self._links = links
         self._trace = trace
         self._is_for_all = is_for_all
+        self.process = os.getpid()
+        """The one that has the segment: a forked child does not."""
         self._others = [rank for rank in range(segment.world_size) if rank != segment.rank]
         self._parts = Parts(segment.rank, payload_bytes=segment.payload_bytes)
         self._lock = threading.Lock()
@@ -364,7 +366,6 @@ class KeptCall:
         self._order = order
         self._view = view
         self._finish = finish
-        self._process = os.getpid()
 
     def make(self, buffer: AddressedMemory, timeout_s: float | None = None) -> bool:
         """Make it on ``buffer``; raises what a work's ``wait()`` does. ``timeout_s``: by default what it was kept with.
@@ -372,7 +373,7 @@ class KeptCall:
         False: nothing has begun, and the call must go the usual way.
         """
         own, began_ns = self._collectives(), time.time_ns()
-        if own is None or own._trace.enabled or os.getpid() != self._process or own._is_troubled():
+        if own is None or own._trace.enabled or os.getpid() != own.process or own._is_troubled():
             return False
         if not own._lock.acquire(blocking=False):
             return False
