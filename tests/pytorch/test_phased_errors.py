@@ -363,10 +363,11 @@ def test_nothing_is_left_behind(run_fleets: Any) -> None:
         assert trainer._setting.storage.place == tempfile.gettempdir()
         return trainer
 
+    gc.collect()
     before = len(list(Path("/proc/self/fd").iterdir()))
     results = run_fleets(2, body)
     gc.collect()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before, "fewer, where other tests' files are closed meanwhile"
     for trainer in results:
         with pytest.raises(UpdateError, match="was closed"):
             trainer.step()
