@@ -28,7 +28,7 @@ METHODS: tuple[dict[str, Any], ...] = (
     {"method": "LocalSteps()", "rule": "LocalSteps()"},
     {
         "method": "LocalSteps, DiLoCo's outer step, waited for",
-        "rule": "LocalSteps(period=16, outer=Nesterov(0.7, 0.9), fragments=1, overlap=False)",
+        "rule": "LocalSteps(outer=Nesterov(learning_rate=0.7, momentum=0.9), fragments=1, parties=None, overlap=False)",
     },
     {"method": "torchft DiLoCo", "torchft": {}},
     {"method": "torchft DiLoCo, 2 fragments, delay 4", "torchft": {"fragments": 2, "fragment_sync_delay": 4}},
