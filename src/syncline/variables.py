@@ -16,7 +16,7 @@ from typing import TextIO
 from syncline.errors import ConfigurationError
 
 BEHIND, FLIGHT, METRICS = "SYNCLINE_BEHIND", "SYNCLINE_FLIGHT_RECORD", "SYNCLINE_METRICS"
-LIVE, REPORT = "SYNCLINE_LIVE", "SYNCLINE_REPORT"
+LIVE, REPORT, TRACE = "SYNCLINE_LIVE", "SYNCLINE_REPORT", "SYNCLINE_TRACE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
     _of_init(
         "SYNCLINE_REPLAN", "replan", "on, off: plan again where rates change (default: if the network was measured)"
     ),
-    _of_init("SYNCLINE_TRACE", "trace", "file for this rank's trace, or a folder for all; also `syncline run --trace`"),
+    _of_init(TRACE, "trace", "file for this rank's trace, or a folder for all; also `syncline run --trace`"),
     _of_init("SYNCLINE_SHARED_MEMORY", "shared_memory", "off: no collectives in memory that ranks share (default: on)"),
     _of_init("SYNCLINE_BIND_THREAD", "bind_thread", "off: the kernel places the communication thread (default: on)"),
     EnvironmentVariable(

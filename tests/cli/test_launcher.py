@@ -282,7 +282,9 @@ def test_the_secret_of_a_killed_launcher_goes_when_the_next_one_starts(tmp_path)
 
 
 @pytest.mark.parametrize(("signal_number", "name"), [(signal.SIGTERM, "t.json"), (signal.SIGKILL, "t.json.parts")])
-def test_a_job_that_is_killed_leaves_a_trace(tmp_path, signal_number, name):
+@pytest.mark.parametrize("named_by", ["option", "variable", "variable, a folder"])
+def test_a_job_that_is_killed_leaves_a_trace(tmp_path, monkeypatch, signal_number, name, named_by):
+    file = tmp_path / ("trace.json" if named_by == "variable, a folder" else "t.json")
     script = """
     from syncline.observe import Trace
     trace = Trace(rank=rank, path=os.environ["SYNCLINE_TRACE"])
@@ -291,12 +293,14 @@ def test_a_job_that_is_killed_leaves_a_trace(tmp_path, signal_number, name):
     print("up")
     while True: signal.pause()
     """
-    launcher = Launcher(script, tmp_path, "--trace", str(tmp_path / "t.json"))
+    if named_by != "option":
+        monkeypatch.setenv("SYNCLINE_TRACE", str(tmp_path if named_by == "variable, a folder" else file))
+    launcher = Launcher(script, tmp_path, *(("--trace", str(file)) if named_by == "option" else ()))
     launcher.lines(2)
     launcher.process.send_signal(signal_number)
     launcher.finish()
-    (left,) = tmp_path.glob("t.json*")
-    assert left.name == name
+    (left,) = tmp_path.glob(f"{file.name}*")
+    assert left.name == name.replace("t.json", file.name)
     parts = [left] if left.is_file() else sorted(left.iterdir())
     assert sum(part.read_text().count('"here"') for part in parts) == 2
 

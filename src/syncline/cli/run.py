@@ -49,7 +49,8 @@ class _JobOptions:
         Path | None, typer.Option(metavar="FILE", help="The job's shared secret (mode 0600).", show_default=False)
     ] = None
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.", show_default=False)
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a trace for Perfetto; or SYNCLINE_TRACE.", show_default=False),
     ] = None
     report: Annotated[
         Path | None,

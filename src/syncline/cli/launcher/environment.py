@@ -16,7 +16,7 @@ from syncline.cli.launcher.scratch import reserved_port
 from syncline.cli.launcher.supervisor import Limits, RestartLimits
 from syncline.endpoints import MAX_PORT, format_endpoint, only_port, own_address, parse_ports
 from syncline.errors import ConfigurationError
-from syncline.variables import REPORT, process_variables
+from syncline.variables import REPORT, TRACE, process_variables
 
 JOIN, JOIN_PORT = "SYNCLINE_JOIN", "SYNCLINE_JOIN_PORT"
 PLACE = frozenset(
@@ -89,7 +89,7 @@ def _set_syncline_variables(
     is_named = bool(process.host) and (job.topology or job.join) is not None
     _set_or_clear(environment, "SYNCLINE_HOST", process.host if is_named else None)
     _set_or_clear(environment, "SYNCLINE_TOPOLOGY", job.topology)
-    _set_or_clear(environment, "SYNCLINE_TRACE", trace_file)
+    _set_or_clear(environment, TRACE, trace_file)
     environment.pop(REPORT, None)  # the launcher writes it
     if secret_file is not None:
         environment.pop("SYNCLINE_SECRET", None)

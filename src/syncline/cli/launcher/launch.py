@@ -25,9 +25,10 @@ from syncline.cli.launcher.terminal import Terminal, labels
 from syncline.errors import ConfigurationError
 from syncline.last_words import LAST_WORDS
 from syncline.topology import Topology
-from syncline.variables import BEHIND, FLIGHT, LIVE, METRICS, REPORT, process_variables
+from syncline.variables import BEHIND, FLIGHT, LIVE, METRICS, REPORT, TRACE, process_variables
 
 ON_PREEMPTION = "SYNCLINE_ON_PREEMPTION"
+TRACE_NAME = "trace.json"
 NOTICE_S = 25.0
 """What ranks have from SIGTERM to SIGKILL where they save or leave: schedulers give 30 s to the launcher itself."""
 
@@ -62,6 +63,8 @@ def launch(request: Request, *, terminal: Terminal | None = None) -> int:
     terminal = terminal or Terminal()
     if request.report is None and (named := process_variables().get(REPORT)):
         request = replace(request, report=Path(named))
+    if request.trace is None and (named := process_variables().get(TRACE)):
+        request = replace(request, trace=Path(named, TRACE_NAME) if Path(named).is_dir() else Path(named))
     if request.trace:
         check_place(request.trace, "--trace")
     if request.report:
@@ -89,7 +92,7 @@ def _run_in(scratch: Path, request: Request, job: Job, host: str | None, termina
         base = {**base, LIVE: str(view or "on")}
     limits = replace(request.limits, stubborn_s=NOTICE_S) if base.get(ON_PREEMPTION) else request.limits
     secret = prepare_secret(job, asked=request.secret_file, environment=process_variables(), folder=scratch)
-    asked = request.trace or (scratch / "trace.json" if request.report else None)
+    asked = request.trace or (scratch / TRACE_NAME if request.report else None)
     target = own_target(job, asked, host) if asked else None
     traces = trace_parts(job, target) if target else {}
     with open_doors(request.elastic, job, request.restarts) as doors:
