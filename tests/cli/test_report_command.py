@@ -54,6 +54,20 @@ def test_under_other_launchers_rank_0_writes_it(folder: Path, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == [target], "traces are gone"
 
 
+def test_rank_0_writes_it_of_traces_that_are_kept(folder: Path, tmp_path: Path) -> None:
+    target, traces = tmp_path / "run.html", tmp_path / "traces"
+    traces.mkdir()
+    extra = {"SYNCLINE_REPORT": str(target), "SYNCLINE_TRACE": str(traces)}
+    ended = run_script(folder / "train.py", 2, extra=extra, finalizes=True)
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert_is_report(target)
+    assert sorted(path.name for path in traces.iterdir()) == ["trace-0.json", "trace-1.json"]
+    extra["SYNCLINE_TRACE"] = str(tmp_path / "trace.json")
+    for code, output in run_script(folder / "train.py", 2, extra=extra, finalizes=True):
+        assert code == 1
+        assert "let SYNCLINE_TRACE name a folder" in output
+
+
 def test_a_trace_is_reported_and_explained_later(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "later.html"
     done = run_python("-m", "syncline.cli.main", "report", str(folder / "run.json"), "--out", str(out), splits=True)

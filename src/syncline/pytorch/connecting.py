@@ -238,12 +238,14 @@ def _loopback_hint(environment: Environment) -> str:
 
 def _open_trace(environment: Environment, topology: Topology) -> Trace | None:
     given = environment.trace
-    if given is None and not environment.join and (target := process_variables().get(REPORT)):
+    if isinstance(given, Trace):
+        return given
+    if not environment.join and (target := process_variables().get(REPORT)):
         from syncline.report.page import trace_folder  # nobody else needs what makes pages
 
-        given = trace_folder(Path(target), rank=environment.rank, world_size=environment.world_size)
-    if given is None or isinstance(given, Trace):
-        return given
+        given = trace_folder(Path(target), given, rank=environment.rank, world_size=environment.world_size)
+    if given is None:
+        return None
     path = given / f"trace-{environment.rank}.json" if given.is_dir() else given
     return Trace(rank=environment.rank, host=topology.host_of(environment.rank).name, path=path)
 

@@ -484,26 +484,31 @@ def write_report(trace: Path, target: Path, *, title: str) -> None:
         ) from error
 
 
-def trace_folder(target: Path, *, rank: int, world_size: int) -> Path:
+def trace_folder(target: Path, kept: Path | None, *, rank: int, world_size: int) -> Path:
     """Return where the ranks write their traces; rank 0 makes the report of them when its process ends.
 
-    Call it before the trace is opened, so that it is closed before. Raises :class:`ConfigurationError` if the folder
-    cannot be made. Traces that are on other machines are missing in the report.
+    That is ``kept``, a folder in which they stay, if there is one. Call it before the trace is opened, so that it is
+    closed before. Raises :class:`ConfigurationError` if the folder cannot be made, or is a file. Traces that are on
+    other machines are missing in the report.
     """
     target = target.absolute()
-    folder = target.with_name(f"{target.name}.parts")
+    folder = target.with_name(f"{target.name}.parts") if kept is None else kept
+    if kept is not None and not kept.is_dir():
+        raise ConfigurationError(
+            f"SYNCLINE_REPORT is made of the traces of all ranks, and {kept} is a file for one; let SYNCLINE_TRACE "
+            "name a folder that is there, or leave it out"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"trace-{rank}.json").unlink(missing_ok=True)
     except OSError as error:
         raise ConfigurationError(f"SYNCLINE_REPORT: {folder} cannot be made: {error.strerror}") from error
     if rank == 0:
-        atexit.register(_write, folder, target, world_size)
+        atexit.register(_write, folder, target, world_size, is_kept=kept is not None)
     return folder
 
 
-def _write(folder: Path, target: Path, world_size: int) -> None:
-
+def _write(folder: Path, target: Path, world_size: int, *, is_kept: bool) -> None:
     end_s = time.monotonic() + WAIT_S
     while time.monotonic() < end_s and sum(map(_is_complete, folder.glob("*.json"))) < world_size:
         time.sleep(0.05)
@@ -512,7 +517,8 @@ def _write(folder: Path, target: Path, world_size: int) -> None:
     except ConfigurationError as error:
         print(f"syncline: {error}", file=sys.stderr)
         return
-    shutil.rmtree(folder, ignore_errors=True)
+    if not is_kept:
+        shutil.rmtree(folder, ignore_errors=True)
     print(f"syncline: report: {target}", file=sys.stderr, flush=True)
 
 
