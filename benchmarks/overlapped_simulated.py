@@ -57,7 +57,7 @@ def instructions(iteration: int, delay: int, period: int) -> list[WorkerDecision
     done: list[WorkerDecision] = [Keep(place=place, add=False), Send(place=place, push=push)]
     closed = iteration - delay
     if closed > 0:
-        subtract = (closed % num_places,) if delay else ()
+        subtract = closed % num_places if delay else None
         done.append(Use(closed=closed, subtract=subtract, replaces=not delay, run_length=1, num_own=1))
     out = range(max(closed, 0) + 1, iteration + 1)
     return [*done, Redo(runs=tuple((round_number % num_places, 1) for round_number in out))]

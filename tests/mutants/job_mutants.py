@@ -256,11 +256,8 @@ JOB_MUTANTS = (
         changes=(
             Change(
                 file="updates/overlapped/server.py",
-                before="        if push.round_number <= self.closed:\n            self.late[push.worker] += 1\n"
-                "            return []\n"
-                "        self._held.setdefault(push.round_number, {})[push.worker] = push\n",
-                after="        number = max(push.round_number, self.closed + 1)\n"
-                "        self._held.setdefault(number, {})[push.worker] = push\n",
+                before="        is_late = push.round_number <= self.closed or not account",
+                after="        is_late = not account",
             ),
         ),
         found_by=Simulation(scenario="overlapped", num_seeds=200),
@@ -271,8 +268,8 @@ JOB_MUTANTS = (
         changes=(
             Change(
                 file="updates/overlapped/server.py",
-                before="        if push.period != self.period or not account.may_push(push.round_number):\n",
-                after="        if push.period != self.period:\n",
+                before="        if not is_of_period or is_late or push.worker in self._held:\n",
+                after="        if not is_of_period or is_late:\n",
             ),
         ),
         found_by=Simulation(scenario="overlapped", num_seeds=200),

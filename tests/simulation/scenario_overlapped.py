@@ -46,10 +46,8 @@ class OverlappedScenario:
             num_iterations=MANY_ITERATIONS if num_ranks else choose.randint(1, 10),
             quorum=self.quorum,
             max_staleness=max_staleness,
-            window=choose.randint(1, 5),
             end=True,
             is_prompt=choose.random() < 0.2,
-            holds_back=choose.random() < 0.5,
         )
         self.delay_s = {
             (kind, rank): choose.choice((0.01, 0.01, 0.05, 0.4)) for kind in KINDS for rank in range(num_workers)

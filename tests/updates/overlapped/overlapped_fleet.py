@@ -28,9 +28,7 @@ from syncline.updates.overlapped.worker import BucketWorker, Keep, PeriodClock, 
 class FleetWorker:
     def __init__(self, rank: int, fleet: Fleet) -> None:
         self.rank = rank
-        self.machine = BucketWorker(
-            rank=rank, window=fleet.window, num_rounds=fleet.num_iterations, holds_back=fleet.holds_back
-        )
+        self.machine = BucketWorker(rank=rank, num_rounds=fleet.num_iterations)
         self.clock = PeriodClock(fleet.num_iterations)
         self.places: dict[int, int] = {}
         self.newest = self.base = self.fed = self.own = 0
@@ -52,7 +50,7 @@ def _twin_run(run):
 
 
 def _twin_account(account):
-    fields = (account.accepted.copy(), account.last_round, account.told, account.is_busy, account.final_round)
+    fields = (account.accepted, account.told, account.is_busy, account.final_round)
     return account.__class__(*fields, account.due.copy())
 
 
@@ -61,8 +59,8 @@ def _clone_worker(worker: FleetWorker) -> FleetWorker:
     worker.places = dict(worker.places)
     worker.clock, machine = _twin(worker.clock), _twin(worker.machine)
     worker.machine = machine
-    twins = {id(run): _twin_run(run) for run in (*machine._out, machine._making, machine._sending) if run is not None}
-    machine._out, machine._free = [twins[id(run)] for run in machine._out], machine._free.copy()
+    twins = {id(run): _twin_run(run) for run in (machine._out, machine._making, machine._sending) if run is not None}
+    machine._out, machine._free = twins.get(id(machine._out)), machine._free.copy()
     machine._making, machine._sending = twins.get(id(machine._making)), twins.get(id(machine._sending))
     return worker
 
@@ -77,18 +75,15 @@ class Fleet:
         quorum,
         *,
         max_staleness=None,
-        window=4,
         end=False,
         is_prompt=False,
-        holds_back=False,
     ):
         self.num_iterations = num_iterations
         self.scale = math.lcm(*range(1, num_workers * num_iterations + 1))
         self.digit_bits = self.scale.bit_length() + 16
-        self.holds_back = holds_back
         self.is_prompt = is_prompt  # a push leaves at once, so runs are of one iteration; replies arrive before a step
-        self.window, self.max_staleness, self.with_end = window, max_staleness, end
-        self.shard = ServerShard(workers=range(num_workers), quorum=quorum, window=window)
+        self.max_staleness, self.with_end = max_staleness, end
+        self.shard = ServerShard(workers=range(num_workers), quorum=quorum)
         self.workers = [FleetWorker(rank, self) for rank in range(num_workers)]
         self.cumulative = 0
         self.runs: dict[tuple[int, int], tuple[int, int]] = {}
@@ -100,7 +95,7 @@ class Fleet:
     @property
     def held(self) -> list[Push | End]:
         """What the server keeps."""
-        return [*(push for held in self.shard._held.values() for push in held.values()), *self.shard._ends.values()]
+        return [*self.shard._held.values(), *self.shard._ends.values()]
 
     def gradient(self, worker: int, number: int) -> int:
         return self.scale << (self.digit_bits * (worker * self.num_iterations + number - 1))
@@ -152,7 +147,7 @@ class Fleet:
     def _send(self, worker: FleetWorker, send: Send) -> None:
         push = replace(send.push, payload=worker.places[send.place])
         assert push.round_number <= push.iteration, "a gradient was pushed for a round from the future"
-        run = worker.machine._out[-1]
+        run = worker.machine._out
         self.runs[worker.rank, push.round_number] = (run.first, run.last)
         worker.up.append(push)
         if self.is_prompt:
@@ -168,7 +163,7 @@ class Fleet:
             own = self.gradient(worker.rank, worker.clock.num_steps)
             replaced = own if use.replaces else 0
             worker.fed += worker.newest - worker.base - replaced
-            worker.fed -= sum(worker.places[place] for place in use.subtract)
+            worker.fed -= 0 if use.subtract is None else worker.places[use.subtract]
             worker.base = worker.newest
         self.check(worker)
         if self._is_too_stale(worker):
@@ -294,9 +289,7 @@ class Fleet:
         other.workers[rank] = _clone_worker(other.workers[rank])
         shard = other.shard = _twin(self.shard)
         shard._accounts = {rank: _twin_account(account) for rank, account in shard._accounts.items()}
-        shard._held = {round_number: dict(held) for round_number, held in shard._held.items()}
-        shard._ends = dict(shard._ends)
-        shard.late, shard.unfinished, shard.outdated = shard.late.copy(), shard.unfinished.copy(), Counter()
+        shard._held, shard._ends, shard.dropped = dict(shard._held), dict(shard._ends), Counter()
         return other
 
     def key(self) -> tuple[object, ...]:
@@ -305,23 +298,21 @@ class Fleet:
 
     def _worker_key(self, worker: FleetWorker) -> tuple[object, ...]:
         machine, account = worker.machine, self.shard._accounts[worker.rank]
-        making, sending, reply = machine._making, machine._sending, worker.down[0] if worker.down else None
+        making, sending, out = machine._making, machine._sending, machine._out
+        reply = worker.down[0] if worker.down else None
         return (
             worker.clock.iteration,
             worker.clock.num_steps,
             worker.is_waiting,
-            machine._turnaround if self.holds_back else 0,
+            machine._turnaround,
             machine.closed,
             machine.clock,
             machine.used,
             (making.first, making.last) if making else (),
             sending.round_number if sending else 0,
-            tuple(
-                (run.round_number, run.first, run.last, run.pushed_at if self.holds_back else 0) for run in machine._out
-            ),
+            (out.round_number, out.first, out.last, out.pushed_at) if out else (),
             tuple((event.round_number, event.iteration) for event in worker.up if isinstance(event, Push)),
             (reply.closed, reply.clock) if isinstance(reply, Reply) else (),
-            account.last_round,
             account.told,
             account.is_busy,
             tuple(
@@ -329,9 +320,5 @@ class Fleet:
                 for round_number, members in self.closings.items()
                 if worker.rank in members
             ),
-            tuple(
-                (round_number, held[worker.rank].iteration)
-                for round_number, held in self.shard._held.items()
-                if worker.rank in held
-            ),
+            self.shard._held[worker.rank].iteration if worker.rank in self.shard._held else 0,
         )

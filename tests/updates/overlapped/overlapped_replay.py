@@ -16,7 +16,7 @@ from overlapped_recording import Recorder, Redo, ServerNote, WorkerDecision
 
 from syncline.updates.bucket import Bucket
 from syncline.updates.flat import shares, sum_dtype
-from syncline.updates.overlapped.link import Feed, add_mean, average, correction, own_inside
+from syncline.updates.overlapped.link import Feed, add_mean, average, correction
 from syncline.updates.overlapped.rebase import Collect, Rebase, Runs
 from syncline.updates.overlapped.rule import Overlapped
 from syncline.updates.overlapped.worker import Keep, Send, Use
@@ -172,14 +172,11 @@ class _Hands:
         if newest is None:
             return False
         used = self._used[bucket]
-        own = own_inside(use, lambda place: self._places[bucket, place], gradient)
+        own = self._places[bucket, use.subtract] if use.subtract is not None else gradient if use.replaces else None
+        subtract = own if self._replaces and not use.replaces else None
+        change = correction(newest, self.ledger.sum(bucket, self.period, used) if used else None, subtract=subtract)
         if not self._replaces:
-            use = replace(use, subtract=(), replaces=False)
-        change = correction(
-            newest=newest,
-            base=self.ledger.sum(bucket, self.period, used) if used else None,
-            subtract=[self._places[bucket, place] for place in use.subtract],
-        )
+            use = replace(use, replaces=False)
         taker = self._feeds[bucket] if self._rebase is None else self._collects[bucket]
         taker.take(gradient, change, use, own)
         self._used[bucket] = use.closed

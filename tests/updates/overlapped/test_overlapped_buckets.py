@@ -39,14 +39,12 @@ class Worker:
 class Buckets:
     """Decisions only, as :class:`ServerClient` has them made; gradients are left out."""
 
-    def __init__(self, *, num_workers, num_buckets, num_iterations, quorum, max_staleness, window=1):
+    def __init__(self, *, num_workers, num_buckets, num_iterations, quorum, max_staleness):
         self.max_staleness = max_staleness
-        self.shards = [
-            ServerShard(workers=range(num_workers), quorum=quorum, window=window) for _ in range(num_buckets)
-        ]
+        self.shards = [ServerShard(workers=range(num_workers), quorum=quorum) for _ in range(num_buckets)]
         self.workers = [
             Worker(
-                [Link(BucketWorker(rank=rank, window=window, num_rounds=num_iterations)) for _ in range(num_buckets)],
+                [Link(BucketWorker(rank=rank, num_rounds=num_iterations)) for _ in range(num_buckets)],
                 num_iterations,
             )
             for rank in range(num_workers)

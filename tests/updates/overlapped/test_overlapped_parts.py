@@ -84,8 +84,8 @@ def test_messages_to_servers_go_round(kind, period: int, round_number: int, iter
     assert len(message.memory) % 64 == 8
 
 
-@given(st.lists(numbers, max_size=5).map(tuple), st.lists(numbers, min_size=3, max_size=3).map(tuple))
-def test_messages_from_servers_go_round(accepted: tuple, dropped: tuple) -> None:
+@given(numbers, st.lists(numbers, min_size=3, max_size=3).map(tuple))
+def test_messages_from_servers_go_round(accepted: int, dropped: tuple) -> None:
     message = LAYOUT.make_down()
     for record in (
         ReplyAverage(worker=1, period=2**32, iteration=2**40, dropped=dropped),
@@ -119,13 +119,13 @@ def test_an_average_of_equal_values_is_that_value() -> None:
 
 def test_a_correction_is_what_is_new_less_what_is_own() -> None:
     newest, base, own = (torch.tensor([value]) for value in (7.0, 4.0, 1.0))
-    assert correction(newest=newest, base=base, subtract=[own]).item() == 2.0
-    assert correction(newest=newest, base=None, subtract=[]).item() == 7.0
+    assert correction(newest, base, subtract=own).item() == 2.0
+    assert correction(newest, None).item() == 7.0
     assert newest.item() == 7.0
 
 
 def used(*, run_length: int, replaces: bool) -> Use:
-    return Use(closed=1, subtract=(), replaces=replaces, run_length=run_length)
+    return Use(closed=1, subtract=None, replaces=replaces, run_length=run_length)
 
 
 def test_a_correction_for_several_iterations_is_fed_over_as_many_steps() -> None:
@@ -134,9 +134,9 @@ def test_a_correction_for_several_iterations_is_fed_over_as_many_steps() -> None
     for step in range(6):
         gradient = torch.tensor([10.0])
         if step == 1:
-            feed.take(gradient, torch.tensor([8.0]), used(run_length=4, replaces=False), ())
+            feed.take(gradient, torch.tensor([8.0]), used(run_length=4, replaces=False), None)
         if step == 2:
-            feed.take(gradient, torch.tensor([100.0]), used(run_length=1, replaces=False), ())
+            feed.take(gradient, torch.tensor([100.0]), used(run_length=1, replaces=False), None)
         feed.finish(gradient)
         fed.append(gradient.item())
     assert fed == [10.0, 12.0, 112.0, 12.0, 12.0, 10.0]
@@ -144,6 +144,6 @@ def test_a_correction_for_several_iterations_is_fed_over_as_many_steps() -> None
 
 def test_what_replaces_the_gradient_is_not_spread() -> None:
     feed, gradient = Feed(), torch.tensor([10.0])
-    feed.take(gradient, torch.tensor([8.0]), used(run_length=1, replaces=True), ())
+    feed.take(gradient, torch.tensor([8.0]), used(run_length=1, replaces=True), None)
     feed.finish(gradient)
     assert gradient.item() == 8.0

@@ -13,40 +13,40 @@ def end(worker: int, *, period: int = 0, weight: float = 8.0) -> End:
 
 
 def test_the_first_m_make_the_gradient_in_rank_order_and_all_are_told() -> None:
-    shard = ServerShard(workers=range(3), quorum=2, window=4)
+    shard = ServerShard(workers=range(3), quorum=2)
     second, first = push(2, 1, weight=3.0), push(0, 1, iteration=5)
     assert shard.hear(second) == []
     assert shard.hear(first) == [
         Fold(round_number=1, contributions=(first, second)),
-        Reply(worker=0, period=0, closed=1, clock=1, accepted=(1,)),
-        Reply(worker=1, period=0, closed=1, clock=1, accepted=()),
-        Reply(worker=2, period=0, closed=1, clock=1, accepted=(1,)),
+        Reply(worker=0, period=0, closed=1, clock=1, accepted=1),
+        Reply(worker=1, period=0, closed=1, clock=1, accepted=0),
+        Reply(worker=2, period=0, closed=1, clock=1, accepted=1),
     ]
 
 
 def test_late_repeated_and_outdated_pushes_change_nothing() -> None:
-    shard = ServerShard(workers=range(3), quorum=2, window=4)
+    shard = ServerShard(workers=range(3), quorum=2)
     shard.hear(push(0, 1))
     shard.hear(push(1, 1))
     for event in (push(2, 1), push(2, 1), push(0, 1), push(2, 2, period=-1), push(2, 2, period=1)):
         assert shard.hear(event) == []
-    assert (shard.num_rounds, shard.late, shard.outdated) == (1, {2: 1}, {0: 1, 2: 3})
+    assert (shard.num_rounds, shard.dropped) == (1, {0: 1, 2: 4})
 
 
 def test_a_reply_waits_until_the_last_one_has_left_and_then_tells_the_newest() -> None:
-    shard = ServerShard(workers=range(2), quorum=1, window=2)
+    shard = ServerShard(workers=range(2), quorum=1)
     shard.hear(push(0, 1))
     for round_number in (2, 3, 4):
         instructions = shard.hear(push(0, round_number))
         assert not any(isinstance(one, Reply) for one in instructions)
-    assert shard.replied(0) == [Reply(worker=0, period=0, closed=4, clock=4, accepted=(3, 4))]
-    assert shard.replied(1) == [Reply(worker=1, period=0, closed=4, clock=4, accepted=())]
+    assert shard.replied(0) == [Reply(worker=0, period=0, closed=4, clock=4, accepted=4)]
+    assert shard.replied(1) == [Reply(worker=1, period=0, closed=4, clock=4, accepted=0)]
     assert shard.replied(1) == []
 
 
 def test_a_round_does_not_wait_for_a_worker_that_waits_and_has_nothing_to_push() -> None:
     """It may wait, in another bucket, for the very one whose push lies here."""
-    shard = ServerShard(workers=range(3), quorum=2, window=1)
+    shard = ServerShard(workers=range(3), quorum=2)
     shard.hear(push(2, 1))
     assert shard.wait(0) == []  # worker 1 may come
     assert shard.hear(end(1)) == told(shard, 1)
@@ -59,18 +59,18 @@ def test_a_round_does_not_wait_for_a_worker_that_waits_and_has_nothing_to_push()
 
 
 def told(shard: ServerShard, closed: int) -> list[Reply]:
-    return [Reply(worker=rank, period=0, closed=closed, clock=0, accepted=()) for rank in shard.alive if rank != 1]
+    return [Reply(worker=rank, period=0, closed=closed, clock=0, accepted=0) for rank in shard.alive if rank != 1]
 
 
 def test_where_all_workers_are_needed_a_round_waits_for_each() -> None:
-    shard = ServerShard(workers=range(2), quorum=2, window=1)
+    shard = ServerShard(workers=range(2), quorum=2)
     shard.hear(push(0, 1))
     assert shard.wait(1) == []
     assert shard.hear(push(1, 1))[0] == Fold(round_number=1, contributions=(push(0, 1), push(1, 1)))
 
 
 def test_the_end_of_a_period_averages_all_that_live() -> None:
-    shard = ServerShard(workers=range(3), quorum=2, window=4)
+    shard = ServerShard(workers=range(3), quorum=2)
     leftover = push(1, 1)
     shard.hear(leftover)
     shard.lose(2)
@@ -84,29 +84,29 @@ def test_the_end_of_a_period_averages_all_that_live() -> None:
         ReplyAverage(worker=0, period=0),
         ReplyAverage(worker=1, period=0),
     ]
-    assert shard.unfinished == {1: 1}
+    assert shard.dropped == {1: 1}
     assert shard.period == 1
 
 
 def test_an_end_that_is_said_again_counts_for_nothing() -> None:
-    shard = ServerShard(workers=range(2), quorum=2, window=4)
+    shard = ServerShard(workers=range(2), quorum=2)
     shard.hear(end(0))
     assert shard.hear(end(0)) == []
-    assert shard.outdated == {0: 1}
+    assert shard.missing() == (1,)
 
 
 def test_a_loss_may_complete_the_period() -> None:
-    shard = ServerShard(workers=range(3), quorum=2, window=4)
+    shard = ServerShard(workers=range(3), quorum=2)
     shard.hear(end(0))
     shard.hear(end(1))
     assert any(isinstance(one, Average) for one in shard.lose(2))
 
 
 def test_a_round_that_cannot_find_its_workers_is_abandoned() -> None:
-    shard = ServerShard(workers=range(2), quorum=2, window=4)
+    shard = ServerShard(workers=range(2), quorum=2)
     shard.hear(end(0))
     assert shard.hear(push(1, 1)) == [
-        Reply(worker=1, period=0, closed=1, clock=0, accepted=()),
+        Reply(worker=1, period=0, closed=1, clock=0, accepted=0),
     ]
     assert shard.num_abandoned == 1
 
@@ -116,7 +116,7 @@ def hello(worker: int, period: int) -> Hello:
 
 
 def test_a_successor_learns_the_period_from_all_and_keeps_what_came_before() -> None:
-    shard = ServerShard(workers=range(3), quorum=1, window=4, lost=[0], succeeds=True)
+    shard = ServerShard(workers=range(3), quorum=1, lost=[0], succeeds=True)
     early = push(1, 1, period=4)
     assert shard.hear(hello(1, 4)) == []
     assert shard.hear(early) == []
@@ -124,14 +124,14 @@ def test_a_successor_learns_the_period_from_all_and_keeps_what_came_before() -> 
     assert shard.hear(hello(2, 4)) == [
         Clear(period=4),
         Fold(round_number=1, contributions=(early,)),
-        Reply(worker=1, period=4, closed=1, clock=1, accepted=(1,)),
-        Reply(worker=2, period=4, closed=1, clock=1, accepted=()),
+        Reply(worker=1, period=4, closed=1, clock=1, accepted=1),
+        Reply(worker=2, period=4, closed=1, clock=1, accepted=0),
     ]
     assert shard.hear(hello(2, 4)) == []
 
 
 def test_a_successor_brings_a_worker_that_missed_the_average_up_to_date() -> None:
-    shard = ServerShard(workers=range(3), quorum=1, window=4, lost=[0], succeeds=True)
+    shard = ServerShard(workers=range(3), quorum=1, lost=[0], succeeds=True)
     shard.hear(hello(1, 3))
     assert shard.hear(end(1, period=3)) == []
     assert shard.hear(hello(2, 4)) == [
@@ -142,7 +142,7 @@ def test_a_successor_brings_a_worker_that_missed_the_average_up_to_date() -> Non
 
 
 def test_a_successor_does_not_wait_for_the_dead() -> None:
-    shard = ServerShard(workers=range(4), quorum=1, window=4, lost=[0], succeeds=True)
+    shard = ServerShard(workers=range(4), quorum=1, lost=[0], succeeds=True)
     for worker, period in ((1, 3), (2, 4)):
         assert shard.hear(hello(worker, period)) == []
     instructions = shard.lose(3)
@@ -152,15 +152,16 @@ def test_a_successor_does_not_wait_for_the_dead() -> None:
 
 def test_a_worker_that_stops_leaves_rounds_to_abandon_but_what_it_has_pushed_counts() -> None:
     """Its note may overtake its last push."""
-    shard = ServerShard(workers=range(2), quorum=2, window=4, ends_elsewhere=True)
+    shard = ServerShard(workers=range(2), quorum=2, ends_elsewhere=True)
     first, second = push(0, 1), push(1, 1)
     shard.hear(first)
-    shard.hear(push(0, 2))
     assert shard.stop(1, period=0, last_round=1) == []
     assert shard.hear(second) == [
         Fold(round_number=1, contributions=(first, second)),
-        Reply(worker=0, period=0, closed=2, clock=1, accepted=(1,)),
+        Reply(worker=0, period=0, closed=1, clock=1, accepted=1),
     ]
+    assert shard.replied(0) == []
+    assert shard.hear(push(0, 2)) == [Reply(worker=0, period=0, closed=2, clock=1, accepted=1)]
     assert shard.num_abandoned == 1
 
 
@@ -169,11 +170,11 @@ def test_the_first_message_of_a_new_period_begins_it_where_periods_end_elsewhere
         lambda shard: shard.hear(push(1, 1, period=1)),
         lambda shard: shard.stop(1, period=1, last_round=0),
     ):
-        shard = ServerShard(workers=range(2), quorum=2, window=4, ends_elsewhere=True)
+        shard = ServerShard(workers=range(2), quorum=2, ends_elsewhere=True)
         shard.hear(push(0, 1))
         assert begin(shard) == [Clear(period=1)]
-        assert (shard.period, shard.unfinished) == (1, {0: 1})
+        assert (shard.period, shard.dropped) == (1, {0: 1})
         late = push(0, 2)
         assert shard.hear(late) == []
         assert shard.stop(0, period=0, last_round=2) == []
-        assert shard.outdated == {0: 1}
+        assert shard.dropped == {0: 2}

@@ -17,7 +17,7 @@ for j - 1 or knows that j - 1 is closed, so wherever M workers pushed for j, j -
 
     G(k) = sum over the M workers in k of  weight * push  /  sum of their weights     (weight: samples of an iteration)
 
-and, to each worker, which of *its own* pushes are in (``accepted``: the latest rounds in which it was among the M). It
+and, to each worker, which of *its own* pushes are in (``accepted``: the latest round in which it was among the M). It
 needs no list of everybody: a worker subtracts nothing but its own. A round that can no longer find M workers (some are
 dead, have ended their period, or wait) is *abandoned*: it counts as closed, and nobody is in. So ``closed`` never
 skips, and one number says what C holds.
@@ -45,9 +45,9 @@ equal parts: the sum is the same, but Adam sees gradients of the size it is used
 label, simulated, 8 workers, 256 iterations of which a round takes 8 or 32, one seed: loss .81 and 1.32 in parts, 1.16
 and 1.66 at once, 1.91 without any exchange but the averages.)
 
-**What is bounded.** A worker holds its own pushes until they are settled: at most ``window`` of them, then runs grow
-instead. The server holds, for each worker, the pushes whose round is open: at most ``window``, then it takes no more
-from that worker. C is one buffer, and one reply for each worker is under way. Late pushes are dropped on arrival.
+**What is bounded.** A worker has one push out until it is settled; meanwhile the next run grows. So the server holds at
+most one push of each worker, for the one round that is open. C is one buffer, and one reply for each worker is under
+way. Late pushes are dropped on arrival.
 
 **The clock.** Each push carries its worker's iteration, each reply the lowest iteration of the M that closed its round.
 A worker's iteration number never lags behind that clock: one that is slow leaves numbers out. So a worker uses G(j)

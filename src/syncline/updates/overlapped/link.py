@@ -7,9 +7,8 @@ They are what one state machine says and the other is told, as records in a head
 it. Messages of one direction have one size, whatever they say, so that a receive can be posted before it is known what
 will come.
 
-:class:`HostedShard` is on the loop's thread alone. Its memory: for each worker the pushes of open rounds (at most
-``window``, by which workers bound themselves), the message that comes next and one reply; one cumulative sum, and the
-average of a period's end.
+:class:`HostedShard` is on the loop's thread alone. Its memory: for each worker one push, the message that comes
+next and one reply; one cumulative sum, and the average of a period's end.
 
 Of :class:`WorkerLink` the training thread calls ``step``, ``use``, ``hurry`` and the methods about the end of a period;
 the methods named ``on_*`` and ``move`` run on the loop's thread. The lock of ``changed`` guards what both see; sums are
@@ -19,7 +18,7 @@ made outside it, on memory that only the training thread has at that moment.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import get_args
@@ -142,18 +141,12 @@ def average(values: Sequence[torch.Tensor], weights: Sequence[float], *, out: to
     out.copy_(weighted_sum(values, shares(weights), out=torch.empty(out.shape, dtype=torch.float64)))
 
 
-def correction(*, newest: torch.Tensor, base: torch.Tensor | None, subtract: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return what ``newest`` has over ``base``, less the own gradients that it holds."""
+def correction(
+    newest: torch.Tensor, base: torch.Tensor | None, *, subtract: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return what ``newest`` has over ``base``, less the own gradient that it holds."""
     change = newest.clone() if base is None else newest - base
-    for own in subtract:
-        change.sub_(own.to(change.dtype))
-    return change
-
-
-def own_inside(use: Use, place: Callable[[int], torch.Tensor], gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the own gradients that are in what is used, by where they lie; ``gradient`` is this step's."""
-    own = tuple(place(number) for number in use.subtract)
-    return (*own, gradient) if use.replaces else own
+    return change if subtract is None else change.sub_(subtract.to(change.dtype))
 
 
 class Feed:
@@ -174,9 +167,9 @@ class Feed:
         gradient: torch.Tensor,
         change: torch.Tensor,
         use: Use,
-        own: Sequence[torch.Tensor],  # noqa: ARG002 - for Collect
+        own: torch.Tensor | None,  # noqa: ARG002 - for Collect
     ) -> None:
-        """Take what a :class:`Use` has changed; ``own`` are the own gradients in it."""
+        """Take what a :class:`Use` has changed; ``own`` is the own gradient in it, of one iteration or a run."""
         if use.replaces:
             gradient.copy_(change)
         elif use.run_length <= 1:
@@ -219,7 +212,6 @@ class HostedShard:
         self.machine = ServerShard(
             workers=layout.workers,
             quorum=layout.quorum,
-            window=layout.window,
             lost=[rank for rank in lost if rank in layout.workers],
             succeeds=epoch > 0,
             ends_elsewhere=layout.ends_on_tree and epoch == 0,
@@ -270,7 +262,7 @@ class HostedShard:
             elif isinstance(instruction, Reply):
                 self._reply(instruction, self._cumulative)
             else:
-                dropped = tuple(self.machine.dropped(rank) for rank in range(self._layout.world_size))
+                dropped = tuple(self.machine.dropped[rank] for rank in range(self._layout.world_size))
                 self._reply(replace(instruction, dropped=dropped), self._average)
 
     def _sum(self, instruction: Fold | Average) -> None:
@@ -306,7 +298,7 @@ class WorkerLink:
     ) -> None:
         self.bucket = bucket
         self.server = server
-        self.machine = BucketWorker(rank=port.rank, window=layout.window, num_rounds=layout.period)
+        self.machine = BucketWorker(rank=port.rank, num_rounds=layout.period)
         self.num_forgotten = 0
         """Pushes that died with a server."""
         self.dropped: tuple[int, ...] = (0,) * layout.world_size
@@ -366,14 +358,11 @@ class WorkerLink:
             assert newest is not None
             self._newest, self._base = None, newest
         start_ns = self._trace.now_ns()
-        own = own_inside(use, lambda place: self._places[place].values, gradient)
+        own = self._places[use.subtract].values if use.subtract is not None else gradient if use.replaces else None
+        subtract = own if self._replaces and not use.replaces else None
+        change = correction(newest.values, None if base is None else base.values, subtract=subtract)
         if not self._replaces:
-            use = replace(use, subtract=(), replaces=False)
-        change = correction(
-            newest=newest.values,
-            base=None if base is None else base.values,
-            subtract=[self._places[place].values for place in use.subtract],
-        )
+            use = replace(use, replaces=False)
         self._feed.take(gradient, change, use, own)
         self._trace.span(
             f"fold into bucket {self.bucket.index}", "fold", start_ns, self._trace.now_ns(), round_number=use.closed

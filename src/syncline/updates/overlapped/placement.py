@@ -32,8 +32,6 @@ class ServerLayout:
     quorum: int
     period: int
     """Iterations of a period."""
-    window: int
-    """Pushes of one worker that may be out for one bucket."""
     ends_on_tree: bool = False
     """Whether a period ends with a collective (see :class:`.server_client.TreeMean`), not through the servers."""
     shrinks: bool = False

@@ -157,11 +157,10 @@ class Collect:
         gradient: torch.Tensor,  # noqa: ARG002 - Feed's signature
         change: torch.Tensor,
         use: Use,
-        own: Sequence[torch.Tensor],
+        own: torch.Tensor | None,
     ) -> None:
         """Keep what has come."""
-        total = torch.stack([one.to(change) for one in own]).sum(0) if own else None
-        pulled = Pulled(change, use.num_steps, total, use.num_own)
+        pulled = Pulled(change, use.num_steps, None if own is None else own.to(change, copy=True), use.num_own)
         if self._pulled is None:
             self._pulled = pulled
         else:

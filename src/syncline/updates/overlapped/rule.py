@@ -22,10 +22,6 @@ from syncline.updates.rule import NonfiniteOrigin, Setting, WholeRule, WholeUpda
 Kind = Literal["swap", "rebase"]
 FRESH = 8
 """With gradients that are staler than so many iterations, "rebase" is no better than "swap" (decision 0012)."""
-WINDOW = 1
-"""Pushes of one worker that may be out for one bucket. A second one would stand in the queue of a link that is full,
-and its gradients grow old there; a worker near a server would fill a larger window with one iteration each, rounds that
-then wait for workers far away, whose runs are long (decision 0005)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +126,6 @@ class Overlapped(WholeRule):
             servers=servers,
             quorum=quorum,
             period=self.period,
-            window=WINDOW,
             ends_on_tree=quorum == world_size,
             shrinks=self.quorum is None,
         )

@@ -91,8 +91,8 @@ class Reply:
     period: int
     closed: int
     clock: int
-    accepted: tuple[int, ...]
-    """The latest rounds in which ``worker`` was, rising."""
+    accepted: int
+    """The latest round in which ``worker`` was; 0 for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,30 +116,33 @@ ServerInstruction = Fold | Average | Clear | Reply | ReplyAverage
 class _Account:
     """What the shard knows of one worker."""
 
-    accepted: deque[int]
-    last_round: int = 0
+    accepted: int = 0
+    """The latest round that it was in."""
     told: int = 0
     is_busy: bool = False
     final_round: int | None = None
-    """Its last round of this period, once that is known: it has ended the period."""
+    """Once it has ended the period, the last round for which a push may still come."""
     due: deque[ReplyAverage] = field(default_factory=deque)
     is_waiting: bool = False
     """It has said so since its last push: until it is freed, perhaps by another bucket, it pushes nothing."""
 
     def may_push(self, round_number: int) -> bool:
         """Whether a push for ``round_number`` may come."""
-        return self.last_round < round_number and (self.final_round is None or round_number <= self.final_round)
+        return self.final_round is None or round_number <= self.final_round
 
 
 class ServerShard:
-    """Decides for one bucket (see :mod:`syncline.updates.overlapped`)."""
+    """Decides for one bucket (see :mod:`syncline.updates.overlapped`).
+
+    A worker has one push out, and pushes no more until it was told of that round; so all that lies here is for the
+    round after the last one that was closed, or came too late.
+    """
 
     def __init__(
         self,
         *,
         workers: Iterable[int],
         quorum: int,
-        window: int,
         lost: Iterable[int] = (),
         succeeds: bool = False,
         ends_elsewhere: bool = False,
@@ -154,15 +157,15 @@ class ServerShard:
         self._shrinks = shrinks
         self._ends_elsewhere = ends_elsewhere
         self.quorum = quorum
-        self.window = window
         self._reached = 0
         """The iteration that they ended with who sent the newest of these."""
         self.period = 0
         self.closed = 0
         self.clock = 0
-        self._accounts = {worker: _Account(deque(maxlen=window)) for worker in sorted(workers)}
+        self._accounts = {worker: _Account() for worker in sorted(workers)}
         self._lost = set(lost)
-        self._held: dict[int, dict[int, Push]] = {}
+        self._held: dict[int, Push] = {}
+        """By worker, the pushes for the open round."""
         self._ends: dict[int, End] = {}
         self._greetings: dict[int, Hello] | None = {} if succeeds else None
         self._postponed: list[Push | End] = []
@@ -170,15 +173,12 @@ class ServerShard:
         """Global gradients made."""
         self.num_abandoned = 0
         """Rounds that could not find their M workers any more."""
-        self.late: Counter[int] = Counter()
-        """By worker, pushes for a round that was closed: dropped."""
-        self.unfinished: Counter[int] = Counter()
-        """Pushes whose round was still open when it was abandoned or the period ended: dropped."""
-        self.outdated: Counter[int] = Counter()
-        """Pushes of an older period, repeated, or from a worker that had ended its period: dropped."""
+        self.dropped: Counter[int] = Counter()
+        """By worker, pushes that are in no global gradient: they came when their round was closed or their period over,
+        or it was abandoned, or the period ended before it closed."""
 
     def __repr__(self) -> str:
-        return f"<ServerShard period {self.period}: {self.closed} rounds closed, {len(self._held)} open>"
+        return f"<ServerShard period {self.period}: {self.closed} rounds closed, {len(self._held)} pushes for the next>"
 
     def hear(self, message: ServerMessage) -> list[ServerInstruction]:
         """Take a worker's message."""
@@ -200,63 +200,53 @@ class ServerShard:
         accounts = [self._accounts[worker] for worker in self.alive]
         return not any(account.is_busy or account.due for account in accounts)
 
-    def dropped(self, worker: int) -> int:
-        """Return how many pushes of ``worker`` were dropped."""
-        return self.late[worker] + self.unfinished[worker] + self.outdated[worker]
-
     def missing(self) -> tuple[int, ...]:
         """Return whom the next thing (the open round, or the period's end) waits for: workers that live."""
         if self._greetings is not None:
             return tuple(worker for worker in self.alive if worker not in self._greetings)
         if self._ends:
             return self._lacking()
-        present = self._held.get(self.closed + 1, {})
-        return tuple(worker for worker in self.alive if worker not in present)
+        return tuple(worker for worker in self.alive if worker not in self._held)
 
     # --- rounds ---------------------------------------------------------------------------------------------------
 
     def _push(self, push: Push) -> list[ServerInstruction]:
         account = self._accounts[push.worker]
         begun = self._go_on_to(push.period)
-        if push.period != self.period or not account.may_push(push.round_number):
-            self.outdated[push.worker] += 1
+        is_of_period = push.period == self.period
+        assert not is_of_period or push.round_number <= self.closed + 1, "a worker has one push out"
+        account.is_waiting = account.is_waiting and not is_of_period
+        is_late = push.round_number <= self.closed or not account.may_push(push.round_number)
+        if not is_of_period or is_late or push.worker in self._held:
+            self.dropped[push.worker] += 1
             return begun
-        account.last_round = push.round_number
-        account.is_waiting = False
-        if push.round_number <= self.closed:
-            self.late[push.worker] += 1
-            return []
-        self._held.setdefault(push.round_number, {})[push.worker] = push
+        self._held[push.worker] = push
         return [*begun, *self._advance()]
 
     def _advance(self) -> list[ServerInstruction]:
-        """Close what has its M workers, abandon what cannot get them any more, and tell the workers."""
+        """Close the open round if it has its M workers, abandon it if it cannot get them, and tell the workers."""
+        needed = self._needed()
         instructions: list[ServerInstruction] = []
-        before = self.closed
-        while self._held:
-            round_number = self.closed + 1
-            present = self._held.get(round_number, {})
-            needed = self._needed(present)
-            if len(present) >= needed:
-                instructions.append(self._close(round_number))
-            elif len(present) + self._num_to_come(round_number, present) < needed:
-                self._abandon(round_number)
-            else:
-                break
-        if self.closed > before:
-            for worker in self.alive:
-                instructions += self._reply(worker)
-        return instructions
+        if not self._held or len(self._held) < needed <= len(self._held) + self._num_to_come():
+            return instructions
+        present, self._held = self._held, {}
+        self.closed += 1
+        if len(present) >= needed:
+            instructions.append(self._fold(tuple(present[worker] for worker in sorted(present))))
+        else:
+            self.num_abandoned += 1
+            self.dropped.update(present.keys())
+        return [*instructions, *(reply for worker in self.alive for reply in self._reply(worker))]
 
-    def _needed(self, present: Iterable[int]) -> int:
-        """Return how many workers a global gradient needs that these have pushed for."""
-        num_able = len({*self.alive, *present})
+    def _needed(self) -> int:
+        """Return how many workers a global gradient needs: those whose push is here count as able."""
+        num_able = len({*self.alive, *self._held})
         return max(1, min(self.quorum, num_able)) if self._shrinks else self.quorum
 
-    def _num_to_come(self, round_number: int, present: Iterable[int]) -> int:
-        """Return how many workers may still push for ``round_number``."""
-        accounts = {worker: self._accounts[worker] for worker in self.alive if worker not in set(present)}
-        return sum(account.may_push(round_number) and not account.is_waiting for account in accounts.values())
+    def _num_to_come(self) -> int:
+        """Return how many more workers may push for the open round."""
+        accounts = [self._accounts[worker] for worker in self.alive if worker not in self._held]
+        return sum(account.may_push(self.closed + 1) and not account.is_waiting for account in accounts)
 
     def wait(self, worker: int) -> list[ServerInstruction]:
         """Do not count on ``worker`` for a round while it waits: it may wait for whoever waits for that round.
@@ -268,21 +258,12 @@ class ServerShard:
         self._accounts[worker].is_waiting = True
         return self._advance()
 
-    def _close(self, round_number: int) -> Fold:
-        present = self._held.pop(round_number)
-        contributions = tuple(present[worker] for worker in sorted(present))
-        self.closed = round_number
+    def _fold(self, contributions: tuple[Push, ...]) -> Fold:
         self.clock = max(self.clock, min(one.iteration for one in contributions))
         self.num_rounds += 1
         for one in contributions:
-            self._accounts[one.worker].accepted.append(round_number)
-        return Fold(round_number=round_number, contributions=contributions)
-
-    def _abandon(self, round_number: int) -> None:
-        present = self._held.pop(round_number, {})
-        self.closed = round_number
-        self.num_abandoned += 1
-        self.unfinished.update(present.keys())
+            self._accounts[one.worker].accepted = self.closed
+        return Fold(round_number=self.closed, contributions=contributions)
 
     def replied(self, worker: int) -> list[ServerInstruction]:
         """Note that the reply to ``worker`` has left; another may follow."""
@@ -301,17 +282,17 @@ class ServerShard:
             return []
         account.is_busy = True
         account.told = self.closed
-        accepted = tuple(account.accepted)
-        return [Reply(worker=worker, period=self.period, closed=self.closed, clock=self.clock, accepted=accepted)]
+        reply = Reply(
+            worker=worker, period=self.period, closed=self.closed, clock=self.clock, accepted=account.accepted
+        )
+        return [reply]
 
     # --- the end of a period -------------------------------------------------------------------------------------
 
     def _end(self, end: End) -> list[ServerInstruction]:
         if end.period != self.period or end.worker in self._ends:
-            self.outdated[end.worker] += 1
             return []
-        account = self._accounts[end.worker]
-        account.final_round = account.last_round
+        self._accounts[end.worker].final_round = 0
         self._ends[end.worker] = end
         return self._advance() + self._average()
 
@@ -345,15 +326,14 @@ class ServerShard:
         return self._begin_period(period) if self._ends_elsewhere and period > self.period else []
 
     def _begin_period(self, period: int) -> list[ServerInstruction]:
-        self.unfinished.update(worker for present in self._held.values() for worker in present)
+        self.dropped.update(self._held.keys())
         self._held.clear()
         self._ends.clear()
         self.period, self.closed, self.clock = period, 0, 0
         for account in self._accounts.values():
-            account.last_round = account.told = 0
+            account.accepted = account.told = 0
             account.final_round = None
             account.is_waiting = False
-            account.accepted.clear()
         return [Clear(period=period)]
 
     # --- losses --------------------------------------------------------------------------------------------------
@@ -370,7 +350,6 @@ class ServerShard:
     def _greet(self, event: Hello) -> list[ServerInstruction]:
         """Learn from the greetings of all workers which period this bucket is in."""
         if self._greetings is None or event.worker in self._greetings:
-            self.outdated[event.worker] += 1
             return []
         self._greetings[event.worker] = event
         return self._learn_period()

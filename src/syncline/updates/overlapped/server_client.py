@@ -547,7 +547,7 @@ class ServerClient(Driver):
             self._move_buckets()
         self._ends_together = self._succession.on_tree
         shards = self.hosted.values()
-        dropped = [sum(shard.machine.dropped(rank) for shard in shards) for rank in self.layout.workers]
+        dropped = [sum(shard.machine.dropped[rank] for shard in shards) for rank in self.layout.workers]
         return dropped if self._ends_together else None
 
     def _give_up_end(self) -> None:

@@ -33,17 +33,17 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """Add what the newest cumulative sum has over the last one used, and subtract what lies at ``subtract``.
+    """Add what the newest cumulative sum has over the last one used, and subtract what lies at ``subtract``, if any.
 
-    With ``replaces`` set, the gradient of this very step is among those that are in: it is not subtracted, it is not
-    added in the first place.
+    With ``replaces`` set, the gradient of this very step is the one that is in: it is not subtracted, it is not added
+    in the first place.
     """
 
     closed: int
-    subtract: tuple[int, ...]
+    subtract: int | None
     replaces: bool
     run_length: int
-    """Own iterations that a global gradient stands for: the longest run that is settled by it."""
+    """Own iterations that a global gradient stands for: the run that is settled by it."""
     num_steps: int = 1
     """Iterations of the fleet that all that is new stands for."""
     num_own: int = 0
@@ -104,35 +104,36 @@ class _Run:
         return self.last - self.first + 1
 
 
+NUM_PLACES = 3
+"""For the push that is out, the run in the making, and a settled push that has not left."""
+
+
 class BucketWorker:
-    """Decides for one bucket of one worker (see :mod:`syncline.updates.overlapped`)."""
+    """Decides for one bucket of one worker (see :mod:`syncline.updates.overlapped`).
 
-    def __init__(self, *, rank: int, window: int, num_rounds: int, period: int = 0, holds_back: bool = True) -> None:
-        """``window``: at most so many pushes are out. Places are numbered from 0 to ``num_places - 1``.
+    One push is out at most. A second one would stand in the queue of a link that is full, and its gradients grow old
+    there; a worker near a server would fill a larger window with one iteration each, rounds that then wait for workers
+    far away, whose runs are long (decision 0005).
+    """
 
-        ``num_rounds`` is K, the iterations of a period: a gradient that would be for a later round is not pushed. With
-        ``holds_back`` neither is what would not come back before the period ends, by how long the last push took: it
-        would only be in the way of the average, which has it all the same.
+    def __init__(self, *, rank: int, num_rounds: int) -> None:
+        """``num_rounds`` is K, the iterations of a period: a gradient that would be for a later round is not pushed.
+
+        Neither is what would not come back before the period ends, by how long the last push took: it would only be in
+        the way of the average, which has it all the same.
         """
         self.rank = rank
-        self._holds_back = holds_back
-        self.window = window
         self.num_rounds = num_rounds
-        self.period = period
+        self.period = 0
         self._turnaround = 0
         self._sending: _Run | None = None
         self._begin()
 
-    @property
-    def num_places(self) -> int:
-        """One for each push that is out, one for the run in the making, one for a settled push that has not left."""
-        return self.window + 2
-
     def _begin(self) -> None:
-        self._free = list(range(self.num_places - 1, -1, -1))
+        self._free = list(range(NUM_PLACES - 1, -1, -1))
         if self._sending is not None:
             self._free.remove(self._sending.place)
-        self._out: list[_Run] = []
+        self._out: _Run | None = None
         self._making: _Run | None = None
         self._last_round = 0
         self._num_own = 0
@@ -142,7 +143,7 @@ class BucketWorker:
         self.num_unused = 0
 
     def __repr__(self) -> str:
-        return f"<BucketWorker period {self.period}: {len(self._out)} pushes out, used {self._used}>"
+        return f"<BucketWorker period {self.period}: {self._out or 'nothing'} is out, used {self._used}>"
 
     @property
     def closed(self) -> int:
@@ -172,24 +173,22 @@ class BucketWorker:
     @property
     def unsettled(self) -> list[tuple[int, int]]:
         """The places of own gradients that are out or in the making, in order, and of how many iterations each is."""
-        runs = [*self._out, self._making] if self._making is not None else self._out
-        return [(run.place, run.num_iterations) for run in runs]
+        return [(run.place, run.num_iterations) for run in (self._out, self._making) if run is not None]
 
     @property
     def staleness(self) -> int:
         """Number of own iterations for which no global gradient was used yet."""
-        making = self._making.num_iterations if self._making is not None else 0
-        return making + sum(run.num_iterations for run in self._out)
+        return sum(count for _, count in self.unsettled)
 
     def step(self, *, iteration: int, weight: float) -> list[Keep | Send]:
         """Take the own gradient of this iteration; ``weight`` is its number of samples."""
-        may_push = not self._holds_back or iteration + self._turnaround <= self.num_rounds
+        may_push = iteration + self._turnaround <= self.num_rounds
         return [self._keep(weight), *(self._hand_over(iteration) if may_push else ())]
 
     @property
     def can_hurry(self) -> bool:
         """Whether something was made that may be pushed at once."""
-        return self._making is not None and self._sending is None and len(self._out) < self.window
+        return self._making is not None and self._sending is None and self._out is None
 
     def hurry(self, *, iteration: int) -> list[Send]:
         """Push what was made so far, if nothing is on its way: the worker waits for it."""
@@ -198,7 +197,7 @@ class BucketWorker:
     def sent(self) -> None:
         """Take note that the push has left."""
         run, self._sending = self._sending, None
-        if run is not None and run not in self._out:
+        if run is not None and run is not self._out:
             self._free.append(run.place)
 
     def arrived(self, reply: Reply) -> bool:
@@ -214,27 +213,25 @@ class BucketWorker:
         newest = self._newest
         if newest is None or newest.closed == self._used:
             return None
-        settled = [run for run in self._out if run.round_number <= newest.closed]
-        self._out = self._out[len(settled) :]
-        accepted = set(newest.accepted)
-        inside = [run for run in settled if run.round_number in accepted]
-        # The gradient of this very step has not been fed to the optimizer yet.
-        replaces = any(run.first == run.last == self._num_own for run in inside)
-        subtract = tuple(run.place for run in inside if run.last < self._num_own or run.first < run.last)
-        self._free += [run.place for run in settled if run is not self._sending]
+        settled = self._out if self._out is not None and self._out.round_number <= newest.closed else None
+        if settled is not None:
+            self._out = None
+            self._turnaround = self._num_own - settled.pushed_at
+            if settled is not self._sending:
+                self._free.append(settled.place)
         self._used = newest.closed
         self.num_unused = 0
-        if settled:
-            self._turnaround = self._num_own - settled[-1].pushed_at
-        longest = max((run.num_iterations for run in settled), default=1)
         advance, self._used_clock = newest.clock - self._used_clock, newest.clock
+        inside = settled if settled is not None and settled.round_number == newest.accepted else None
+        # The gradient of this very step has not been fed to the optimizer yet.
+        replaces = inside is not None and inside.first == inside.last == self._num_own
         return Use(
             closed=newest.closed,
-            subtract=subtract,
+            subtract=inside.place if inside is not None and not replaces else None,
             replaces=replaces,
-            run_length=longest,
+            run_length=settled.num_iterations if settled is not None else 1,
             num_steps=max(1, advance),
-            num_own=sum(run.num_iterations for run in inside),
+            num_own=inside.num_iterations if inside is not None else 0,
         )
 
     def end_period(self) -> None:
@@ -247,7 +244,7 @@ class BucketWorker:
 
         The own gradients stay what they are, steps of this worker; no global gradient replaces them.
         """
-        num_forgotten = len(self._out)
+        num_forgotten = int(self._out is not None)
         num_own = self._num_own
         self._begin()
         self._num_own = num_own
@@ -276,7 +273,7 @@ class BucketWorker:
         self._sending = run
         self._last_round = run.round_number = round_number
         run.pushed_at = self._num_own
-        self._out.append(run)
+        self._out = run
         weight = run.weight / run.num_iterations
         push = Push(
             worker=self.rank, period=self.period, round_number=run.round_number, iteration=iteration, weight=weight
