@@ -82,14 +82,24 @@ class ControlStream:
         return self.sum_of(make, label).tolist()
 
     def all_gather(self, value: Any, label: str) -> list[Any]:
-        """Return every rank's ``value`` (what JSON can say), in rank order."""
-        payload = json.dumps(value).encode()
-        sizes = [int(size) for size in self.gather_numbers(len(payload), f"{label} (sizes)")]
-        joined = torch.zeros(sum(sizes), dtype=torch.uint8)
-        start = sum(sizes[: self.rank])
-        joined[start : start + len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        pieces = torch.split(self.sum(joined, label), sizes)
-        return [json.loads(bytes(piece.tolist())) for piece in pieces]
+        """Return every rank's ``value`` (what JSON can say), in rank order.
+
+        It takes two calls: in a job that outlives losses, of who was lost before the second nothing is there.
+        """
+        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        own, num_places = self._place
+        sizes = torch.zeros(num_places, dtype=torch.int64)
+        sizes[own] = len(payload)
+        ends = self.sum(sizes, f"{label} (sizes)").cumsum(0).tolist()
+        joined = torch.zeros(ends[-1], dtype=torch.uint8)
+        joined[ends[own] - len(payload) : ends[own]] = payload
+        pieces = torch.split(self.sum(joined, label), sizes.tolist())
+        return [json.loads(bytes(piece.tolist())) for piece in pieces if piece.any()]
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """This rank's place among all whose values are gathered, and how many there are."""
+        return self.rank, self.world_size
 
     def exchange(self, sends: Messages, receives: Messages, label: str) -> Work:
         """Begin to send some ranks bytes, and to receive from some; of each pair, both list as many bytes, or none."""

@@ -11,9 +11,7 @@ is such a call: it is told when the reductions of its pass are over.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -145,18 +143,6 @@ class ElasticControlStream(ControlStream):
         call.wait()
         return call.tensor
 
-    def all_gather(self, value: Any, label: str) -> list[Any]:
-        """Return the ``value`` of every member, in rank order; of those that were there in both of its calls."""
-        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        own = self._communicator.members[self.rank]
-        sizes = torch.zeros(self._num_places, dtype=torch.int64)
-        sizes[own] = len(payload)
-        ends = self.sum(sizes, f"{label} (sizes)").cumsum(0).tolist()
-        joined = torch.zeros(ends[-1], dtype=torch.uint8)
-        joined[ends[own] - len(payload) : ends[own]] = payload
-        pieces = torch.split(self.sum(joined, label), sizes.tolist())
-        return [json.loads(bytes(piece.tolist())) for piece in pieces if piece.any()]
-
     def start_broadcast(self, tensor: torch.Tensor, label: str, *, root: int = 0) -> Work:
         """Begin to replace ``tensor`` by that of ``root``, or of the first member if that one is lost meanwhile."""
         given = tensor.clone()
@@ -165,6 +151,10 @@ class ElasticControlStream(ControlStream):
             return tensor.copy_(given)
 
         return self._start(label, make, root=self._communicator.members[root])
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        return self._communicator.members[self.rank], self._num_places
 
     def start_commit(self, make: Callable[[], torch.Tensor], label: str) -> ElasticCall:
         """Begin the call that ends a pass. In a later epoch it is abandoned if nobody has its result."""

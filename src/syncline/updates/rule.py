@@ -212,16 +212,13 @@ class Updater(ABC):
     def drop(self, positions: Sequence[int]) -> None:  # noqa: B027 - as above
         """Leave these parameters out of the next step: their divided gradients were dropped by the user."""
 
-    @abstractmethod
-    def discard(self) -> None:
-        """Forget the combined gradients; every rank does so at the same point."""
+    def discard(self) -> None:  # noqa: B027 - most rules keep nothing
+        """Forget the combined gradients, if any are kept; every rank does so at the same point."""
 
-    @abstractmethod
-    def wait_parameters(self, buckets: Iterable[int]) -> None:
+    def wait_parameters(self, buckets: Iterable[int]) -> None:  # noqa: B027 - most rules defer nothing
         """Wait until the parameters of these buckets, by number, are final; raises what went wrong meanwhile."""
 
-    @abstractmethod
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # noqa: B027 - as above
         """Wait until all parameters are final; raises what went wrong since the last step. No other rank is needed."""
 
     @abstractmethod
@@ -334,15 +331,6 @@ class WholeUpdater(Updater):
     """An updater whose ranks each step all parameters and keep all state; nothing lies between backward and step."""
 
     defers_parameters = False
-
-    def discard(self) -> None:
-        """Nothing is kept between a backward pass and the step."""
-
-    def wait_parameters(self, buckets: Iterable[int]) -> None:
-        """Parameters are final when ``step()`` returns."""
-
-    def synchronize(self) -> None:
-        """Parameters are final when ``step()`` returns; what went wrong is raised by the next step."""
 
     def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
         """Clip the gradients as they stand when ``backward()`` has returned."""

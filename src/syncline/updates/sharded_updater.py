@@ -210,16 +210,6 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """What the update thread needs of one ``step()``, as it was when that was called."""
-
-    number: int
-    gradients: GradientsOfStep
-    options: tuple[dict[str, Any], ...]
-    """Hyper-parameters of each group."""
-
-
 class ShardedUpdater(Updater):
     """The sharded update at work on one model."""
 
@@ -291,20 +281,17 @@ class ShardedUpdater(Updater):
     def step(self) -> None:
         """Hand the step to the update thread, and return."""
         self._ready.raise_failure()
-        step = _Step(
-            number=self.step_number,
-            gradients=self._gradients.hand_over(),
-            options=self._hyperparameters(),
-        )
+        gradients = self._gradients.hand_over()
+        update = partial(self._update, self.step_number, gradients, self._hyperparameters())  # as they are now
         self._ready.begin()
         if self._checks_stale and self.collectives.crossing is None:  # which adds to the old values
             for bucket, shard in zip(self.buckets, self.shards, strict=True):
                 bucket.poison((segment.start, segment.stop) for segment in shard.segments)
-        for bucket, reduction in zip(self.buckets, step.gradients.reductions, strict=True):
+        for bucket, reduction in zip(self.buckets, gradients.reductions, strict=True):
             bucket.allow_step()
-            needed = step.gradients.report.work, reduction
+            needed = gradients.report.work, reduction
             ready = [work for work in needed if not work.is_made_by_waiting]  # the job waits, and makes it
-            self._thread.submit(bucket.index, ready, partial(self._update, step, bucket, reduction))
+            self._thread.submit(bucket.index, ready, partial(update, bucket, reduction))
         self.step_number += 1
 
     def carry(self, kept: Sequence[bool]) -> None:
@@ -376,15 +363,22 @@ class ShardedUpdater(Updater):
     def _waiting(self) -> AbstractContextManager[None]:
         return self.collectives.communicator.progress.waiting()
 
-    def _update(self, step: _Step, bucket: Bucket, reduction: Work) -> None:
+    def _update(
+        self,
+        number: int,
+        gradients: GradientsOfStep,
+        options: Sequence[Mapping[str, Any]],
+        bucket: Bucket,
+        reduction: Work,
+    ) -> None:
         """Step the shard of one bucket and start its all-gather; on the update thread."""
         reduction.wait()
-        present, factors = step.gradients.present(), step.gradients.factors()
-        if step.gradients.scales is None:
+        present, factors = gradients.present(), gradients.factors()
+        if gradients.scales is None:
             bucket.unstage_gradients()
-        self._step_shard(bucket, step.number, step.options, present=present, factors=factors)
+        self._step_shard(bucket, number, options, present=present, factors=factors)
         self._ready.gather(bucket.index)
-        gather = self.collectives.start(bucket, Collective.ALL_GATHER, step.number)
+        gather = self.collectives.start(bucket, Collective.ALL_GATHER, number)
         if bucket.parameter_copy is None:
             gather.add_done_callback(partial(self._finish, bucket))
         else:

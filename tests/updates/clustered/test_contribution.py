@@ -16,7 +16,7 @@ def test_contributions_are_the_formula(seed: int, num_clusters: int) -> None:
     before = generator.random((num_clusters, num_clusters))
     np.fill_diagonal(before, 0)
     vectors = generator.normal(size=(num_clusters, 3))
-    after = update_contributions(before, gram_of(vectors), range(num_clusters), decay=0.9)
+    after = update_contributions(before, gram_of(vectors), range(num_clusters))
     for c in range(num_clusters):
         for k in range(num_clusters):
             cosine = vectors[k] @ vectors[c] / np.linalg.norm(vectors[k]) / np.linalg.norm(vectors[c])
@@ -38,8 +38,8 @@ def test_a_zero_vector_is_like_nothing() -> None:
 
 def test_weights_are_relative_to_the_best_and_never_below_the_least() -> None:
     table = np.array([[0, 0.5, 0.25, 0.001], [0] * 4, [0] * 4, [0] * 4])
-    assert mixing_weights(table, 0, range(4), min_weight=0.1).tolist() == [1, 1, 0.5, 0.1]
-    assert mixing_weights(table, 0, [0, 2], min_weight=0.1).tolist() == [1, 0, 1, 0]
+    assert mixing_weights(table, 0, range(4)).tolist() == [1, 1, 0.5, 0.1]
+    assert mixing_weights(table, 0, [0, 2]).tolist() == [1, 0, 1, 0]
 
 
 def test_where_nothing_is_known_all_count_alike() -> None:

@@ -63,9 +63,7 @@ def resized(table: Floats, size: int) -> Floats:
     return found
 
 
-def update_contributions(
-    contributions: Floats, gram: Floats, present: Collection[int], *, decay: float = DECAY
-) -> Floats:
+def update_contributions(contributions: Floats, gram: Floats, present: Collection[int]) -> Floats:
     """Return the table [to, from] after a period. ``gram`` holds the inner products of the clusters' vectors.
 
     Clusters that were not ``present`` keep what they had.
@@ -75,20 +73,18 @@ def update_contributions(
     cosines = np.divide(gram, products, out=np.zeros_like(gram), where=products > 0)
     updated = contributions.copy()
     indices = np.ix_(sorted(present), sorted(present))
-    updated[indices] = decay * contributions[indices] + (1 - decay) * np.clip(cosines[indices], 0.0, 1.0)
+    updated[indices] = DECAY * contributions[indices] + (1 - DECAY) * np.clip(cosines[indices], 0.0, 1.0)
     np.fill_diagonal(updated, 0.0)
     return updated
 
 
-def mixing_weights(
-    contributions: Floats, cluster: int, present: Collection[int], *, min_weight: float = MIN_WEIGHT
-) -> Floats:
+def mixing_weights(contributions: Floats, cluster: int, present: Collection[int]) -> Floats:
     """Return w of every cluster to ``cluster``: 1 for itself, 0 for those that are not ``present``."""
     weights = np.zeros(len(contributions))
     others = [number for number in present if number != cluster]
     highest = max((contributions[cluster, number] for number in others), default=0.0)
     for number in others:
-        weights[number] = max(min_weight, contributions[cluster, number] / highest) if highest > 0 else 1.0
+        weights[number] = max(MIN_WEIGHT, contributions[cluster, number] / highest) if highest > 0 else 1.0
     weights[cluster] = 1.0
     return weights
 
