@@ -38,7 +38,6 @@ from syncline.updates.clustered.messages import (
 )
 from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.outer_rounds import OuterRounds
-from syncline.updates.clustered.view import View
 from syncline.updates.flat import Vector, VectorShape, combine, shares
 from syncline.updates.messaging import Driver, LeftBehind, Mailbox, MessageStream
 
@@ -95,6 +94,14 @@ class ClusteredStatistics:
         )
 
 
+_NAMES: dict[Kind, Callable[[Record], str]] = {
+    Kind.MEAN: lambda record: f"star of batch {record.batch}",
+    Kind.RESULT: lambda record: f"exchange of period {record.period}",
+    Kind.AVERAGE: lambda record: f"average of term {record.term}",
+}
+"""What a member's spans are called, from its own part of a record until that is agreed."""
+
+
 def mean_of(contributions: Mapping[int, Contribution]) -> Vector | None:
     """Return the mean of the gradients, weighted by samples and added in rank order; None if there are none."""
     given = [contributions[rank] for rank in sorted(contributions) if contributions[rank].payload is not None]
@@ -125,7 +132,10 @@ class ClusterDriver(Driver):
         self._began_s = 0.0
         self._has_told_wait = False
         self._sent_bytes_inside = 0
-        self._recorder = Recorder(trace, self._node.view)
+        self._trace = trace
+        self._provided_ns = 0
+        self._elected: tuple[int, int] | None = None
+        """The term of which the trace has the servers, and the number of the dead then."""
         self._shape = shape
         self._mailbox = Mailbox(
             MessageStream(port, stream, urgency=TEXT_URGENCY),
@@ -134,7 +144,7 @@ class ClusterDriver(Driver):
             on_message=self._hear,
             on_lost=self._lose,
         )
-        self._outer_rounds = OuterRounds(port, self._topology, stream=stream)
+        self._outer_rounds = OuterRounds(port, self._topology, stream=stream, trace=trace)
         self._entered: deque[tuple[Record, Agreed]] = deque()
         self._is_over = False
         self._last_statistics: ClusteredStatistics | None = None
@@ -209,7 +219,7 @@ class ClusterDriver(Driver):
         self._watch(self._stream)
 
     def _provide(self, provided: Provided) -> None:
-        self._recorder.provided()
+        self._provided_ns = self._trace.now_ns()
         self._perform(self._node.provide(provided))
 
     def _hear(self, peer: int, told: ToldMessage) -> None:
@@ -283,23 +293,34 @@ class ClusterDriver(Driver):
             if isinstance(instruction, Send):
                 self._send(instruction)
             elif isinstance(instruction, Enter):
-                self._recorder.entered(instruction.record)
-                with self._changed:
-                    self._entered.append((instruction.record, instruction.agreed))
-                    self._changed.notify_all()
+                self._enter(instruction.record, instruction.agreed)
             elif isinstance(instruction, Run):
-                self._recorder.began(instruction, self._outer_rounds.sent_bytes)
                 self._outer_rounds.run(instruction, self._finish)
             elif isinstance(instruction, Abandon):
                 self._outer_rounds.abandon(instruction.run)
             else:
                 self._stop(instruction)
-        if self._last_statistics is None:
-            self._recorder.look_at_election(self._node.term)
+        self._look_at_election()
         if self._node.is_over:
             with self._changed:
                 self._is_over = True
                 self._changed.notify_all()
+
+    def _enter(self, record: Record, agreed: Agreed) -> None:
+        now_ns = self._trace.now_ns()
+        self._trace.span(_NAMES[record.kind](record), "clustered", self._provided_ns, now_ns, term=record.term)
+        with self._changed:
+            self._entered.append((record, agreed))
+            self._changed.notify_all()
+
+    def _look_at_election(self) -> None:
+        """Let the trace have who serves, if that is a new term or someone has died since."""
+        view, term = self._node.view, self._node.term
+        key = (term, len(view.dead))
+        if self._trace.enabled and self._elected != key and self._last_statistics is None:
+            self._elected = key
+            servers = [view.server(cluster, term) for cluster in range(len(view.clusters(term)))]
+            self._trace.instant("election", "clustered", term=term, servers=servers, dead=sorted(view.dead))
 
     def _send(self, send: Send) -> None:
         num_bytes = self._mailbox.send(send.peer, *encode(send.message, send.dead, self._shape))
@@ -308,7 +329,6 @@ class ClusterDriver(Driver):
             self._sent_bytes_inside += num_bytes
 
     def _finish(self, run: Run, payload: Vector) -> None:
-        self._recorder.ended(run, self._outer_rounds.sent_bytes)
         self._perform(self._node.finish_outer_round(run, payload))
 
     def _stop(self, stop: Stop) -> None:
@@ -346,64 +366,3 @@ class ClusterDriver(Driver):
             dead=tuple(sorted(view.dead)),
             state=node.member.state.value,
         )
-
-
-# What one rank of a clustered update leaves in the trace: stars, exchanges, averages, and who was elected.
-#
-# Spans of members are in the row ``clustered``, those of temporary servers in ``server``: a star lasts from the own
-# gradient to the cluster's mean, an outer round of servers from its first message to its result.
-
-
-_NAMES: dict[Kind, Callable[[Record], str]] = {
-    Kind.MEAN: lambda record: f"star of batch {record.batch}",
-    Kind.RESULT: lambda record: f"exchange of period {record.period}",
-    Kind.AVERAGE: lambda record: f"average of term {record.term}",
-}
-
-
-class Recorder:
-    """Writes to a trace what the protocol of one rank does. On the loop's thread alone."""
-
-    def __init__(self, trace: Trace, view: View) -> None:
-        self._trace = trace
-        self._view = view
-        self._provided_ns = 0
-        self._runs: dict[int, tuple[int, int]] = {}
-        self._elected: tuple[int, int] | None = None
-
-    def provided(self) -> None:
-        """Note that the own part of the next record is in place."""
-        self._provided_ns = self._trace.now_ns()
-
-    def entered(self, record: Record) -> None:
-        """Note that a record is agreed."""
-        self._trace.span(
-            _NAMES[record.kind](record), "clustered", self._provided_ns, self._trace.now_ns(), term=record.term
-        )
-
-    def began(self, run: Run, sent_bytes: int) -> None:
-        """Note that this rank, a server, begins an outer round, before which all of its exchanges had sent so much."""
-        self._runs[run.record.index] = (self._trace.now_ns(), sent_bytes)
-
-    def ended(self, run: Run, sent_bytes: int) -> None:
-        """Note that it is over; ``sent_bytes`` counts as before. An outer round that was given up has no span."""
-        start_ns, sent_before = self._runs.pop(run.record.index)
-        servers = [server for _, server in run.participants]
-        self._trace.span(
-            f"{run.record.kind.value} among {len(servers)} servers",
-            "server",
-            start_ns,
-            self._trace.now_ns(),
-            term=run.record.term,
-            servers=servers,
-            samples=run.samples,
-            sent_bytes=sent_bytes - sent_before,
-        )
-
-    def look_at_election(self, term: int) -> None:
-        """Note who serves in ``term``, if that is a new term or someone has died since."""
-        key = (term, len(self._view.dead))
-        if self._trace.enabled and self._elected != key:
-            self._elected = key
-            servers = [self._view.server(cluster, term) for cluster in range(len(self._view.clusters(term)))]
-            self._trace.instant("election", "clustered", term=term, servers=servers, dead=sorted(self._view.dead))

@@ -20,6 +20,7 @@ import torch
 from syncline.fabric import Transport
 from syncline.fabric.protocol import ReceiveSettings, SendSettings
 from syncline.fabric.slice_executor import NUMBER_MASK, SLICE_TAGS, SlicedCall, first_tag
+from syncline.observe import Trace
 from syncline.runtime.dataflow import Dataflows
 from syncline.runtime.port import BULK_CLASS, Port
 from syncline.runtime.python_slice_executor import PythonExecution, PythonSliceExecutor
@@ -44,8 +45,9 @@ Finish = Callable[[Run, Vector], None]
 class OuterRounds:
     """Runs the outer rounds that the protocol asks for. On the loop's thread alone."""
 
-    def __init__(self, port: Port, topology: Topology, *, stream: int) -> None:
+    def __init__(self, port: Port, topology: Topology, *, stream: int, trace: Trace) -> None:
         self._port = port
+        self._trace = trace
         self._plan = lru_cache(MAX_SCHEDULES)(partial(_plan, topology))
         self._stream = stream
         self._calls: dict[Run, ServersCall] = {}
@@ -63,8 +65,21 @@ class OuterRounds:
         ]
         attempt = zlib.crc32(json.dumps([run.record.index, run.participants, schedule.digest]).encode()) & NUMBER_MASK
 
+        start_ns = self._trace.now_ns()
+
         def finished() -> None:
-            self.sent_bytes += self._calls.pop(run).sent_bytes
+            self.sent_bytes += call.sent_bytes
+            del self._calls[run]
+            self._trace.span(
+                f"{run.record.kind.value} among {len(servers)} servers",
+                "server",
+                start_ns,
+                self._trace.now_ns(),
+                term=run.record.term,
+                servers=list(servers),
+                samples=run.samples,
+                sent_bytes=call.sent_bytes,
+            )
             for abandoned in self._abandoned:
                 abandoned.forget()
             self._abandoned.clear()
