@@ -11,7 +11,7 @@ from torch import nn
 
 from syncline.errors import UpdateError
 from syncline.pytorch.phased import phase
-from syncline.updates.messaging import decode_record
+from syncline.updates.messaging import decode_record, encode_record
 from syncline.updates.phased.batch_check import Note, describe_batch
 from syncline.updates.phased.instructions import Pass
 
@@ -85,7 +85,7 @@ def test_everything_that_a_batch_holds_counts() -> None:
 
 def test_a_note_travels_whole_whatever_it_says() -> None:
     note = Note.of(Pass.TRAIN, ['"\\ä' * 500], ["'" * 500])
-    arrived, _ = decode_record(note.encode(), (Note,), "a pair")
+    arrived, _ = decode_record(encode_record(note), (Note,), "a pair")
     assert not note.differs_in(arrived)
     assert not note.differs_in(Note.of(Pass.EVALUATE, 1, 2))
     assert note.differs_in(Note.of(Pass.TRAIN, 1, ["'" * 500])) == ["inputs"]

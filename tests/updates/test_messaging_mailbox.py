@@ -110,8 +110,7 @@ def test_messages_arrive_whole_and_in_order_each_when_it_is_asked_for(seed: int,
     with Ports(2, seed) as ports:
         streams = [MessageStream(port, STREAM, urgency=0) for port in ports]
         boxes = [
-            Mailbox(stream, stream, decode=lengths, on_message=on_message, on_lost=pytest.fail, first_kind=3)
-            for stream in streams
+            Mailbox(stream, stream, decode=lengths, on_message=on_message, on_lost=pytest.fail) for stream in streams
         ]
 
         def begin() -> None:

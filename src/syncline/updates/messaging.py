@@ -115,7 +115,7 @@ class Mailbox(Generic[T]):
     """
 
     HEAD, REST, PAYLOAD = range(3)
-    """Kinds of the streams' messages, from ``first_kind``; each payload of a message has one of its own."""
+    """Kinds of the streams' messages; each payload of a message has one of its own."""
 
     def __init__(
         self,
@@ -125,12 +125,10 @@ class Mailbox(Generic[T]):
         decode: Callable[[bytes], tuple[T, Sequence[memoryview]]],
         on_message: Callable[[int, T], None],
         on_lost: LossHandler,
-        first_kind: int = 0,
     ) -> None:
         """``on_message`` is told of a message by sender, once it is whole; :meth:`listen` again for the next one."""
         self._texts, self._payloads = texts, payloads
         self._decode, self._on_message, self._on_lost = decode, on_message, on_lost
-        self._first_kind = first_kind
         self.sent_bytes: Counter[int] = Counter()
 
     def send(self, peer: int, text: bytes, payloads: Sequence[memoryview] = (), on_sent: Done | None = None) -> int:
@@ -142,11 +140,11 @@ class Mailbox(Generic[T]):
         head[_LENGTH.size : _LENGTH.size + min(len(text), room)] = text[:room]
         filled = [(kind, memory) for kind, memory in enumerate(payloads, self.PAYLOAD) if memory.nbytes]
         sent = None if on_sent is None else _after(1 + len(filled), on_sent)
-        self._texts.send(peer, self._first_kind + self.HEAD, memoryview(head), sent)
+        self._texts.send(peer, self.HEAD, memoryview(head), sent)
         if len(text) > room:
-            self._texts.send(peer, self._first_kind + self.REST, memoryview(bytearray(text[room:])))
+            self._texts.send(peer, self.REST, memoryview(bytearray(text[room:])))
         for kind, memory in filled:
-            self._payloads.send(peer, self._first_kind + kind, memory, sent)
+            self._payloads.send(peer, kind, memory, sent)
         num_bytes = len(head) + max(0, len(text) - room) + sum(memory.nbytes for _, memory in filled)
         self.sent_bytes[peer] += num_bytes
         return num_bytes
@@ -159,7 +157,7 @@ class Mailbox(Generic[T]):
     def listen(self, peer: int) -> None:
         """Receive the peer's next message."""
         head = memoryview(bytearray(HEAD_BYTES))
-        self._texts.receive(peer, self._first_kind + self.HEAD, head, partial(self._on_head, peer, head))
+        self._texts.receive(peer, self.HEAD, head, partial(self._on_head, peer, head))
 
     def _on_head(self, peer: int, head: memoryview) -> None:
         (num_bytes,) = _LENGTH.unpack_from(head)
@@ -171,7 +169,7 @@ class Mailbox(Generic[T]):
         else:
             rest = memoryview(bytearray(num_bytes - len(text)))
             received = partial(self._on_rest, peer, text, rest)
-            self._texts.receive(peer, self._first_kind + self.REST, rest, received)
+            self._texts.receive(peer, self.REST, rest, received)
 
     def _on_rest(self, peer: int, text: bytes, rest: memoryview) -> None:
         self._on_text(peer, text + bytes(rest))
@@ -186,7 +184,7 @@ class Mailbox(Generic[T]):
         deliver = partial(self._on_message, peer, message)
         landed = _after(len(filled), deliver)
         for kind, memory in filled:
-            self._payloads.receive(peer, self._first_kind + kind, memory, landed)
+            self._payloads.receive(peer, kind, memory, landed)
         if not filled:
             deliver()
 

@@ -21,7 +21,7 @@ from syncline.members import Membership
 from syncline.runtime.failures import LOOK
 from syncline.tensors.memory import bytes_of
 from syncline.updates.messaging import Driver, Mailbox, MessageStream
-from syncline.updates.phased.batch_check import BatchCheck
+from syncline.updates.phased.batch_check import BatchCheck, Found, Note
 from syncline.updates.phased.instructions import Compute, Instruction, Kind, Pass, Phase, Send
 from syncline.updates.phased.kept_inputs import Message, decode
 from syncline.updates.phased.micro_batches import MicroBatch
@@ -69,6 +69,8 @@ class PhasedStatistics:
 class PairDriver(Driver):
     """Runs passes; made and closed on the training thread, which also calls :meth:`run`."""
 
+    kinds_of_notes = (Note, Found)
+
     def __init__(self, setting: PhasedSetting) -> None:
         super().__init__(
             setting.port,
@@ -108,7 +110,7 @@ class PairDriver(Driver):
         self._batches = BatchCheck(
             setting.port,
             partner=setting.partner,
-            stream=setting.stream,
+            tell=self._send_note,
             on_equal=self._wake,
             on_mismatch=self.fail,
         )
@@ -129,7 +131,7 @@ class PairDriver(Driver):
 
     def start(self) -> None:
         """Load what the first pass needs first, and listen to the partner."""
-        self._port.call_soon(self._watch)
+        self._port.call_soon(self._watch, self._setting.stream)
         self._setting.job.watch_failure(self.fail)
         with self._changed:
             self._obey(self._phases.start())
@@ -429,6 +431,9 @@ class PairDriver(Driver):
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
+
+    def _on_note(self, _: int, note: Note | Found) -> None:
+        self._batches.hear(note)
 
     def _on_lost(self, peer: int, error: Exception) -> None:
         has_left = isinstance(error, PeerLeftError)
