@@ -47,7 +47,9 @@ def wire_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def largest_move(values: torch.Tensor, start: torch.Tensor) -> float:
     """Return the largest difference of an element; not finite if one of ``values`` is not."""
-    return float((values.to(torch.float64) - start.to(torch.float64)).abs().max()) if values.numel() else 0.0
+    return (
+        float((values.to(torch.float64) - start.to(values.device, torch.float64)).abs().max()) if len(values) else 0.0
+    )
 
 
 def exponent_for(largest: Sequence[float], dtype: torch.dtype) -> int:

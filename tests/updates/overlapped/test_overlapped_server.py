@@ -30,7 +30,7 @@ def test_late_repeated_and_outdated_pushes_change_nothing() -> None:
     shard.hear(push(1, 1))
     for event in (push(2, 1), push(2, 1), push(0, 1), push(2, 2, period=-1), push(2, 2, period=1)):
         assert shard.hear(event) == []
-    assert (shard.num_rounds, shard.dropped) == (1, {0: 1, 2: 4})
+    assert (shard.closed, shard.dropped) == (1, {0: 1, 2: 4})
 
 
 def test_a_reply_waits_until_the_last_one_has_left_and_then_tells_the_newest() -> None:
@@ -50,7 +50,7 @@ def test_a_round_does_not_wait_for_a_worker_that_waits_and_has_nothing_to_push()
     shard.hear(push(2, 1))
     assert shard.wait(0) == []  # worker 1 may come
     assert shard.hear(end(1)) == told(shard, 1)
-    assert shard.num_abandoned == 1
+    assert shard.dropped == {2: 1}
     shard.wait(2)
     assert shard.hear(push(2, 2)) == []
     assert shard.closed == 2
@@ -108,7 +108,7 @@ def test_a_round_that_cannot_find_its_workers_is_abandoned() -> None:
     assert shard.hear(push(1, 1)) == [
         Reply(worker=1, period=0, closed=1, clock=0, accepted=0),
     ]
-    assert shard.num_abandoned == 1
+    assert shard.dropped == {1: 1}
 
 
 def hello(worker: int, period: int) -> Hello:
@@ -162,7 +162,7 @@ def test_a_worker_that_stops_leaves_rounds_to_abandon_but_what_it_has_pushed_cou
     ]
     assert shard.replied(0) == []
     assert shard.hear(push(0, 2)) == [Reply(worker=0, period=0, closed=2, clock=1, accepted=1)]
-    assert shard.num_abandoned == 1
+    assert shard.dropped == {0: 1}
 
 
 def test_the_first_message_of_a_new_period_begins_it_where_periods_end_elsewhere() -> None:

@@ -313,7 +313,8 @@ class WorkerLink:
         self._sent_end: Message | None = None
         """Of this period, once it is written: what a new server has to get too."""
         self._has_ended = False
-        self._has_average = False
+        self.has_average = False
+        """Whether the period's average is here; read it with the lock held."""
         self._newest: Message | None = None
         """The newest sum that was pulled and not used."""
         self._base: Message | None = None
@@ -321,7 +322,9 @@ class WorkerLink:
         self._early: tuple[Reply, Message] | None = None
         """The newest sum of the next period, which this worker has not begun."""
         self._average: Message | None = None
-        self._start = bucket.make_up() if layout.keeps_start else None
+        self.start = bucket.make_up()
+        """The parameters that the newest period began with which this worker knows the start of, the same on all ranks:
+        what they have moved since is summed on the tree, and a server's successor may have to be told."""
         self._start_period = 0
         self.num_heard = 0
         """Messages of servers."""
@@ -399,10 +402,6 @@ class WorkerLink:
             self._forget_sums()
             return self.machine.last_round
 
-    def has_average(self) -> bool:
-        """Whether the period's average is here. Call it with the lock held."""
-        return self._has_average
-
     def take_average(self, out: torch.Tensor) -> None:
         """Copy the average to ``out``."""
         if self._average is not None:  # else the mean of a collective is there already
@@ -418,20 +417,18 @@ class WorkerLink:
             early, self._early = self._early, None
             if early is not None and self.machine.arrived(early[0]):
                 self._newest = early[1]
-            self._has_ended = self._has_average = False
+            self._has_ended = self.has_average = False
             self._sent_end = None
 
     def keep_start(self, parameters: torch.Tensor) -> None:
-        """Take note of what the first period begins with."""
-        if self._start is not None:
-            self._start.values.copy_(parameters)
+        """Take note of what a period begins with, which a checkpoint may have brought."""
+        self.start.values.copy_(parameters)
 
     def keep_mean(self, mean: torch.Tensor, *, iteration: int) -> None:
         """Take note of what the next period begins with, where no server said so; on the loop's thread."""
         self.start_iteration = iteration
         self._start_period = self.machine.period + 1
-        if self._start is not None:
-            self._start.values.copy_(mean)
+        self.start.values.copy_(mean)
 
     def _forget_sums(self) -> None:
         """Forget what was pulled in this period."""
@@ -455,7 +452,7 @@ class WorkerLink:
 
     def is_owed_average(self, server: int) -> bool:
         """Whether the average that ends the period is still to come from ``server``; if that has left, it is here."""
-        return self.server == server and self._sent_end is not None and not self._has_average
+        return self.server == server and self._sent_end is not None and not self.has_average
 
     def listen(self) -> None:
         """Let the next message of the server land."""
@@ -475,14 +472,13 @@ class WorkerLink:
             self._messages.retire()
             self.server, self._messages = server, self.bucket.open_messages(self._port, epoch=epoch)
             has_start = self._start_period > self.machine.period
-            self._has_average = self._has_average or has_start
+            self.has_average = self.has_average or has_start
             end = None if has_start else self._sent_end
             self._changed.notify_all()
         self.listen()
-        if self._start is not None:
-            period, iteration = self._start_period, self.start_iteration
-            self._start.write(Hello(worker=self._port.rank, period=period, iteration=iteration))
-            self._messages.send(server, UP, self._start.memory)
+        period, iteration = self._start_period, self.start_iteration
+        self.start.write(Hello(worker=self._port.rank, period=period, iteration=iteration))
+        self._messages.send(server, UP, self.start.memory)
         if end is not None:
             self._messages.send(server, UP, end.memory)
 
@@ -516,9 +512,8 @@ class WorkerLink:
         if reply.period != self.machine.period or not self._has_ended:
             return
         self.start_iteration = reply.iteration
-        if self._start is not None:
-            self._start.values.copy_(message.values_as(self.bucket.dtype))
-            self._start_period = reply.period + 1
+        self.start.values.copy_(message.values_as(self.bucket.dtype))
+        self._start_period = reply.period + 1
         self.dropped = reply.dropped
         self._average = message
-        self._has_average = True
+        self.has_average = True

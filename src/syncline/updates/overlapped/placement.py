@@ -42,11 +42,6 @@ class ServerLayout:
         """How many workers must live for the others to go on."""
         return Quorum() if self.shrinks else Quorum(part=0.0, least=self.quorum)
 
-    @property
-    def keeps_start(self) -> bool:
-        """Whether a worker may have to tell a server's successor what a period began with."""
-        return self.shrinks or self.quorum < len(self.workers) or self.servers != self.workers
-
 
 def server_ranks(servers: str, world_size: int) -> tuple[int, ...]:
     """Return the ranks that hold shards: all, or the last k for ``"dedicated:k"``."""

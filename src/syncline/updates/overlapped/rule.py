@@ -165,7 +165,8 @@ class OverlappedUpdater(WholeUpdater):
             timeout_s=self.collectives.timeout_s,
             trace=self.collectives.trace,
         )
-        self._tree_mean = TreeMean(self.collectives.control, self.buckets) if layout.ends_on_tree else None
+        starts = [link.start.values for link in self.client.links]
+        self._tree_mean = TreeMean(self.collectives.control, self.buckets, starts) if layout.ends_on_tree else None
         self._weight = 0.0
         self._nonfinite = 0
         """Position, counted from 1, of the parameter where the last pass has a gradient that is not finite; else 0."""
@@ -177,11 +178,8 @@ class OverlappedUpdater(WholeUpdater):
 
     def _note_start(self) -> None:
         """Take note of what a period begins with, which a checkpoint may have brought."""
-        if self.client.counts.num_periods == 0:
-            for link, bucket in zip(self.client.links, self.buckets, strict=False):
-                link.keep_start(bucket.parameters)
-        if self._tree_mean is not None:
-            self._tree_mean.begin()
+        for link, bucket in zip(self.client.links, self.buckets, strict=False):
+            link.keep_start(bucket.parameters)
         if self._rebase is not None:
             self._rebase.begin()
 

@@ -157,8 +157,6 @@ class ServerShard:
         self._shrinks = shrinks
         self._ends_elsewhere = ends_elsewhere
         self.quorum = quorum
-        self._reached = 0
-        """The iteration that they ended with who sent the newest of these."""
         self.period = 0
         self.closed = 0
         self.clock = 0
@@ -169,10 +167,6 @@ class ServerShard:
         self._ends: dict[int, End] = {}
         self._greetings: dict[int, Hello] | None = {} if succeeds else None
         self._postponed: list[Push | End] = []
-        self.num_rounds = 0
-        """Global gradients made."""
-        self.num_abandoned = 0
-        """Rounds that could not find their M workers any more."""
         self.dropped: Counter[int] = Counter()
         """By worker, pushes that are in no global gradient: they came when their round was closed or their period over,
         or it was abandoned, or the period ended before it closed."""
@@ -234,7 +228,6 @@ class ServerShard:
         if len(present) >= needed:
             instructions.append(self._fold(tuple(present[worker] for worker in sorted(present))))
         else:
-            self.num_abandoned += 1
             self.dropped.update(present.keys())
         return [*instructions, *(reply for worker in self.alive for reply in self._reply(worker))]
 
@@ -260,7 +253,6 @@ class ServerShard:
 
     def _fold(self, contributions: tuple[Push, ...]) -> Fold:
         self.clock = max(self.clock, min(one.iteration for one in contributions))
-        self.num_rounds += 1
         for one in contributions:
             self._accounts[one.worker].accepted = self.closed
         return Fold(round_number=self.closed, contributions=contributions)
@@ -301,9 +293,9 @@ class ServerShard:
         if not self.alive or self._lacking():
             return []
         contributions = tuple(self._ends[worker] for worker in sorted(self._ends))
-        self._reached = max(one.iteration for one in contributions)
+        reached = max(one.iteration for one in contributions)
         for worker in self.alive:
-            reply = ReplyAverage(worker=worker, period=self.period, iteration=self._reached)
+            reply = ReplyAverage(worker=worker, period=self.period, iteration=reached)
             self._accounts[worker].due.append(reply)
         average = Average(period=self.period, contributions=contributions)
         begun = self._begin_period(self.period + 1)

@@ -170,20 +170,18 @@ class Ends:
 
 
 class TreeMean:
-    """Makes parameters their mean over all ranks, weighted by samples; every rank calls it at the same point."""
+    """Makes parameters their mean over all ranks, weighted by samples; every rank calls it at the same point.
 
-    def __init__(self, control: ControlStream, buckets: Sequence[Bucket]) -> None:
+    ``starts`` are the parameters of each bucket that a period begins with.
+    """
+
+    def __init__(self, control: ControlStream, buckets: Sequence[Bucket], starts: Sequence[torch.Tensor]) -> None:
         self._control = control
         self._buckets = buckets
-        self._starts = [torch.empty_like(bucket.parameters) for bucket in buckets]
+        self._starts = starts
         self._last_wait_s = 0.0
         self.means: list[torch.Tensor] = []
         """Of each bucket, after :meth:`sum`."""
-
-    def begin(self) -> None:
-        """Take note of the parameters that a period begins with, the same on all ranks."""
-        for start, bucket in zip(self._starts, self._buckets, strict=True):
-            start.copy_(bucket.parameters)
 
     def sum(self, *, num_samples: float, iteration: int, dropped: Sequence[int]) -> Ends:
         """Make the mean; ``dropped`` counts, for each rank, what the servers here dropped. Parameters stay as they are.
@@ -305,7 +303,7 @@ class ServerClient(Driver):
         self.raise_failure()
         for link, values in zip(self.links, parameters, strict=True):
             link.end(values, iteration=self.iteration, weight=self.clock.num_samples)
-        self._wait_phase("period", lambda: all(link.has_average() for link in self.links))
+        self._wait_phase("period", lambda: all(link.has_average for link in self.links))
         for link, values in zip(self.links, parameters, strict=True):
             link.take_average(values)
         self._begin_period(max(link.start_iteration for link in self.links))

@@ -135,15 +135,17 @@ class BucketWorker:
             self._free.remove(self._sending.place)
         self._out: _Run | None = None
         self._making: _Run | None = None
-        self._last_round = 0
+        self.last_round = 0
+        """The newest round that this worker pushed for."""
         self._num_own = 0
         self._newest: Reply | None = None
-        self._used = 0
+        self.used = 0
+        """The newest round whose global gradient was used."""
         self._used_clock = 0
         self.num_unused = 0
 
     def __repr__(self) -> str:
-        return f"<BucketWorker period {self.period}: {self._out or 'nothing'} is out, used {self._used}>"
+        return f"<BucketWorker period {self.period}: {self._out or 'nothing'} is out, used {self.used}>"
 
     @property
     def closed(self) -> int:
@@ -159,16 +161,6 @@ class BucketWorker:
     def reached(self) -> int:
         """The iteration that this worker must be in, at least: a gradient still to be pushed is for a later round."""
         return self.clock + (self._making is not None)
-
-    @property
-    def used(self) -> int:
-        """The newest round whose global gradient was used."""
-        return self._used
-
-    @property
-    def last_round(self) -> int:
-        """The newest round that this worker pushed for."""
-        return self._last_round
 
     @property
     def unsettled(self) -> list[tuple[int, int]]:
@@ -211,7 +203,7 @@ class BucketWorker:
     def use(self) -> Use | None:
         """Use the newest global gradient, if it was not used yet; its pushes are settled."""
         newest = self._newest
-        if newest is None or newest.closed == self._used:
+        if newest is None or newest.closed == self.used:
             return None
         settled = self._out if self._out is not None and self._out.round_number <= newest.closed else None
         if settled is not None:
@@ -219,7 +211,7 @@ class BucketWorker:
             self._turnaround = self._num_own - settled.pushed_at
             if settled is not self._sending:
                 self._free.append(settled.place)
-        self._used = newest.closed
+        self.used = newest.closed
         self.num_unused = 0
         advance, self._used_clock = newest.clock - self._used_clock, newest.clock
         inside = settled if settled is not None and settled.round_number == newest.accepted else None
@@ -265,13 +257,13 @@ class BucketWorker:
         if run is None or not self.can_hurry:
             return []
         self._making = None
-        round_number = max(self._last_round, self.closed) + 1
+        round_number = max(self.last_round, self.closed) + 1
         if round_number > min(self.num_rounds, iteration):
             # Others have ended the period, and rounds were abandoned: this gradient stays a step of this worker.
             self._free.append(run.place)
             return []
         self._sending = run
-        self._last_round = run.round_number = round_number
+        self.last_round = run.round_number = round_number
         run.pushed_at = self._num_own
         self._out = run
         weight = run.weight / run.num_iterations
