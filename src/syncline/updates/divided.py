@@ -294,5 +294,10 @@ class DividedGradients:
         return powers
 
 
+def clip_factor(norm: float, max_norm: float) -> float:
+    """Return what gradients of that norm are multiplied by, as ``torch.nn.utils.clip_grad_norm_`` does it."""
+    return norm if math.isnan(norm) else min(1.0, max_norm / (norm + 1e-6))
+
+
 def _places(kept: Sequence[bool]) -> Iterator[int]:
     return (position for position, is_kept in enumerate(kept) if is_kept)

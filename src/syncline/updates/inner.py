@@ -128,6 +128,11 @@ def hyperparameters(optimizer: optim.Optimizer, group: int) -> dict[str, Any]:
     }
 
 
+def all_hyperparameters(optimizer: optim.Optimizer) -> tuple[dict[str, Any], ...]:
+    """Return :func:`hyperparameters` of each group."""
+    return tuple(hyperparameters(optimizer, group) for group in range(len(optimizer.param_groups)))
+
+
 # Whether an optimizer treats each parameter by itself, found out by letting it step small matrices.
 #
 # One that looks at all of its parameters (clips by their common norm, adapts one rate to all) would, given the

@@ -32,8 +32,8 @@ from syncline.schedule.step_candidates import BALANCED
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_schedule import BucketSchedule
 from syncline.updates.control import ControlStream
-from syncline.updates.divided import DividedGradients, GradientsOfStep
-from syncline.updates.inner import hyperparameters
+from syncline.updates.divided import DividedGradients, GradientsOfStep, clip_factor
+from syncline.updates.inner import all_hyperparameters
 from syncline.updates.ownership import Portions
 from syncline.updates.peer_state import HeldState, PeerState, StatePart, redistribute
 from syncline.updates.report import PendingReport
@@ -325,7 +325,7 @@ class ShardedUpdater(Updater):
             raise UpdateError(
                 f"The total norm of order {norm_type} of the gradients is {total}, so it cannot be clipped"
             )
-        gradients.scale(total if math.isnan(total) else min(1.0, max_norm / (total + 1e-6)))
+        gradients.scale(clip_factor(total, max_norm))
         return torch.tensor(total, dtype=self.buckets[0].plan.dtype, device=self.buckets[0].plan.device)
 
     def state_entries(self) -> list[StateEntry]:
@@ -355,7 +355,7 @@ class ShardedUpdater(Updater):
         self.collectives.close()
 
     def _hyperparameters(self) -> tuple[dict[str, Any], ...]:
-        return tuple(hyperparameters(self.optimizer, group) for group in range(len(self.optimizer.param_groups)))
+        return all_hyperparameters(self.optimizer)
 
     def _fail(self, error: BaseException) -> None:
         self._ready.fail(error)

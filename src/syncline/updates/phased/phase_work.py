@@ -23,7 +23,7 @@ from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.control import ControlStream
 from syncline.updates.phased.instructions import Kind, Pass, Phase
 from syncline.updates.phased.kept_inputs import Message
-from syncline.updates.phased.micro_batches import MicroBatch, Part, take
+from syncline.updates.phased.micro_batches import MicroBatch, take
 from syncline.updates.phased.stage import BufferPool, Stage
 from syncline.updates.phased.storage import Storage
 from syncline.updates.phased.updating import Clipping, Samples, StageGradients, StageUpdater
@@ -34,105 +34,12 @@ Loss = Callable[[Any, Any], torch.Tensor]
 """Gets what the last stage returns, and the targets; returns the mean over the samples, one number."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """What a stage is called with: what the stage before returned, or for the first stage whatever the user has."""
-
-    value: Any
-    tensors: tuple[torch.Tensor, ...] = ()
-    """Those of ``value`` that came from the stage before."""
-
-    @classmethod
-    def received(cls, tensors: Sequence[torch.Tensor], *, is_tuple: bool) -> Given:
-        """Return what a stage before returned."""
-        return cls(value=tuple(tensors) if is_tuple else tensors[0], tensors=tuple(tensors))
-
-    def as_leaves(self) -> Given:
-        """Return the same values as leaves of a new graph."""
-        if not self.tensors:
-            return self
-        leaves = [tensor.detach() for tensor in self.tensors]
-        for leaf in leaves:
-            leaf.requires_grad_(leaf.dtype.is_floating_point or leaf.dtype.is_complex)
-        return Given.received(leaves, is_tuple=isinstance(self.value, tuple))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outputs:
-    """What a stage returned."""
-
-    tensors: tuple[torch.Tensor, ...]
-    is_tuple: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Before:
-    """How things were before a forward pass."""
-
-    generator: torch.Tensor
-    buffers: tuple[torch.Tensor, ...]
-
-
-class StageComputer:
-    """Computes the phases of one rank; ``micro`` is the number of a micro-batch."""
-
-    def __init__(self, loss: Loss) -> None:
-        self._loss = loss
-        self._before: dict[tuple[int, int], _Before] = {}
-
-    def forward(self, stage: Stage, micro: int, given: Given, *, is_repeated: bool) -> Any:
-        """Return what the stage makes of its input, without a graph; :meth:`backward` can repeat it."""
-        if is_repeated:
-            buffers = tuple(buffer.clone() for buffer in stage.module.buffers())
-            self._before[stage.number, micro] = _Before(generator=torch.get_rng_state(), buffers=buffers)
-        with torch.no_grad():
-            return stage.module(given.value)
-
-    def loss_phase(
-        self, stage: Stage, given: Given, targets: Any, *, share: float
-    ) -> tuple[float, list[torch.Tensor | None]]:
-        """Compute the last stage, the loss, and the gradients of both; return the loss and those of the input.
-
-        All are multiplied by ``share``, that of the micro-batch in the samples of its batch.
-        """
-        leaves = given.as_leaves()
-        with torch.enable_grad():
-            loss = self._loss(stage.module(leaves.value), targets)
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-                raise UpdateError(
-                    f"loss(output, targets) returns one number, the mean over the samples, not {shape}; end it with "
-                    ".mean()"
-                )
-            loss = loss if share == 1.0 else loss * share
-            loss.backward()  # type: ignore[no-untyped-call]
-        return float(loss.detach()), [leaf.grad for leaf in leaves.tensors]
-
-    def backward(
-        self, stage: Stage, micro: int, given: Given, gradients: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        """Compute the stage again, and the gradients of its parameters and input; return the latter."""
-        before = self._before.pop((stage.number, micro))
-        leaves = given.as_leaves()
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]), _buffers_as(stage.module, before.buffers):
-            torch.set_rng_state(before.generator)
-            outputs = outputs_of(stage.module(leaves.value), stage.number)
-        pairs = [
-            (output, gradient)
-            for output, gradient in zip(outputs.tensors, gradients, strict=True)
-            if gradient is not None and output.requires_grad
-        ]
-        if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-        return [leaf.grad for leaf in leaves.tensors]
-
-
-def outputs_of(value: Any, number: int) -> Outputs:
-    """Check what a stage returned."""
+def outputs_of(value: Any, number: int) -> tuple[tuple[torch.Tensor, ...], bool]:
+    """Return the tensors that a stage returned, and whether they were a tuple; raises if it is anything else."""
     if isinstance(value, torch.Tensor):
-        return Outputs(tensors=(value,), is_tuple=False)
+        return (value,), False
     if isinstance(value, tuple) and value and all(isinstance(one, torch.Tensor) for one in value):
-        return Outputs(tensors=value, is_tuple=True)
+        return value, True
     raise UpdateError(
         f"Stage {number} returned a {type(value).__name__}; a stage that is not the last returns a tensor or a tuple "
         "of tensors, with which the next stage is called as its one argument"
@@ -240,12 +147,14 @@ class PhaseWork:
         self._side = setting.side
         self._keeps_versions = setting.keeps_versions
         self._updater = updater
-        self._computer = StageComputer(setting.loss)
+        self._loss = setting.loss
         largest = max(stage.plan.num_gradient_bytes for stage in self._stages.values())
         self.buffers = BufferPool(num_buffers=setting.max_stages, num_bytes=largest)
         self.gradients: dict[int, StageGradients] = {}
         self._room: torch.Tensor | None = None
         """Where the gradients of the stage go whose backward visit is under way."""
+        self._before: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        """By stage and micro-batch, the random generator's state and the buffers before the forward pass."""
 
     def begin(self, current: CurrentPass) -> None:
         """Make ready for a pass."""
@@ -263,11 +172,9 @@ class PhaseWork:
             current.loss = message.loss if message.loss is not None else current.loss
         if current.kind is Pass.TRAIN and current.samples is None:
             current.samples = self._updater.count_samples(current.num_samples, current.step)
-        micro = current.micros[phase.micro]
-        given = _given(messages[0]) if stage.number else Given(value=micro.inputs)
+        given = messages[0] if stage.number else None
         if phase.kind is Kind.FORWARD:
-            share, part = _of_batch(message, micro, current)
-            return self._forward(phase, stage, current, given, share, part)
+            return self._forward(phase, stage, current, given)
         assert message is not None, "the way back begins with what the partner sent"
         return self._backward(phase, stage, current, given, message)
 
@@ -285,44 +192,52 @@ class PhaseWork:
         assert room is not None, "gradients have memory until they are used, or stored"
         self.buffers.give_back(room)
 
-    def _forward(
-        self, phase: Phase, stage: Stage, current: CurrentPass, given: Given, share: float, part: Part
-    ) -> Message | None:
-        output = self._computer.forward(stage, phase.micro, given, is_repeated=current.kind is Pass.TRAIN)
+    def _forward(self, phase: Phase, stage: Stage, current: CurrentPass, given: Message | None) -> Message | None:
+        """Compute a stage without a graph; on the way back it is computed again, from the same state."""
+        micro = current.micros[phase.micro]
+        if current.kind is Pass.TRAIN:
+            buffers = [buffer.clone() for buffer in stage.module.buffers()]
+            self._before[stage.number, phase.micro] = torch.get_rng_state(), buffers
+        value = micro.inputs if given is None else _joined(_tensors(given), given)
+        with torch.no_grad():
+            output = stage.module(value)
         if stage.number == self._num_stages - 1:
             current.output = output
             return None
-        outputs = outputs_of(output, stage.number)
-        theirs = [leaf for leaf in tree_leaves(given.value) if isinstance(leaf, torch.Tensor)]
+        outputs, is_tuple = outputs_of(output, stage.number)
+        theirs = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         kept = [*theirs, *stage.module.parameters(), *stage.module.buffers()]
         is_loss = current.kind is Pass.TRAIN and stage.number == self._num_stages - 2
+        share, part = (given.share, given.part) if given is not None else (_share(micro, current), micro.part)
         return Message(
             phase=Phase(Kind.LOSS if is_loss else Kind.FORWARD, stage.number + 1, phase.micro),
             kind=current.kind,
             number=current.number,
-            payload=own_memory(outputs.tensors, kept),
-            is_tuple=outputs.is_tuple,
+            payload=own_memory(outputs, kept),
+            is_tuple=is_tuple,
             num_samples=current.num_samples,
             share=share,
             part=part,
         )
 
     def _backward(
-        self, phase: Phase, stage: Stage, current: CurrentPass, given: Given, message: Message
+        self, phase: Phase, stage: Stage, current: CurrentPass, given: Message | None, message: Message
     ) -> Message | None:
         if phase.micro == 0:
             self._room = self.buffers.take(stage.plan.num_gradient_bytes)
             stage.begin_backward(self._room)
+        leaves = [] if given is None else [_leaf(tensor) for tensor in _tensors(given)]
+        value = current.micros[phase.micro].inputs if given is None else _joined(leaves, given)
         if phase.kind is Kind.LOSS:
             targets = take(current.targets, message.part, "targets")
-            loss, gradients = self._computer.loss_phase(stage, given, targets, share=message.share)
-            current.loss = loss + (current.loss or 0.0)
+            current.loss = self._compute_loss(stage, value, targets, message.share) + (current.loss or 0.0)
         else:
-            gradients = self._computer.backward(stage, phase.micro, given, message.payload)
+            self._repeat(stage, phase.micro, value, message.payload)
         if phase.micro == len(current.micros) - 1:
             self._end_visit(stage, current)
         if stage.number == 0:
             return None
+        gradients = (leaf.grad for leaf in leaves)
         return Message(
             phase=Phase(Kind.BACKWARD, stage.number - 1, phase.micro),
             kind=current.kind,
@@ -333,6 +248,37 @@ class PhaseWork:
             share=message.share,
             loss=current.loss if phase.kind is Kind.LOSS else None,
         )
+
+    def _compute_loss(self, stage: Stage, value: Any, targets: Any, share: float) -> float:
+        """Compute the last stage, the loss, and the gradients of both; return the loss.
+
+        All are multiplied by ``share``, that of the micro-batch in the samples of its batch.
+        """
+        with torch.enable_grad():
+            loss = self._loss(stage.module(value), targets)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+                raise UpdateError(
+                    f"loss(output, targets) returns one number, the mean over the samples, not {shape}; end it with "
+                    ".mean()"
+                )
+            loss = loss if share == 1.0 else loss * share
+            loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+    def _repeat(self, stage: Stage, micro: int, value: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Compute the stage again, and the gradients of its parameters and input."""
+        generator, buffers = self._before.pop((stage.number, micro))
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]), _buffers_as(stage.module, buffers):
+            torch.set_rng_state(generator)
+            outputs, _ = outputs_of(stage.module(value), stage.number)
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        if pairs:
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
 
     def _end_visit(self, stage: Stage, current: CurrentPass) -> None:
         assert current.samples is not None, "samples are counted before the way back"
@@ -350,13 +296,21 @@ class PhaseWork:
         )
 
 
-def _given(message: Message) -> Given:
-    tensors = [tensor for tensor in message.payload if tensor is not None]
-    return Given.received(tensors, is_tuple=message.is_tuple)
+def _share(micro: MicroBatch, current: CurrentPass) -> float:
+    """Return a micro-batch's share in the samples of its batch, which the first rank tells the second."""
+    return 1.0 if len(current.micros) == 1 else micro.num_samples / current.num_samples
 
 
-def _of_batch(message: Message | None, micro: MicroBatch, current: CurrentPass) -> tuple[float, Part]:
-    """Return a micro-batch's share in the samples of its batch, and its rows; the first rank tells them the second."""
-    if message is not None:
-        return message.share, message.part
-    return 1.0 if len(current.micros) == 1 else micro.num_samples / current.num_samples, micro.part
+def _tensors(message: Message) -> list[torch.Tensor]:
+    return [tensor for tensor in message.payload if tensor is not None]
+
+
+def _joined(tensors: Sequence[torch.Tensor], message: Message) -> Any:
+    """Return what a stage is called with, as the stage before returned it."""
+    return tuple(tensors) if message.is_tuple else tensors[0]
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same values as a leaf of a new graph."""
+    leaf = tensor.detach()
+    return leaf.requires_grad_(leaf.dtype.is_floating_point or leaf.dtype.is_complex)

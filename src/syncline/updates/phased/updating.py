@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,8 @@ from syncline.tensors.memory import wide
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.control import ControlStream
-from syncline.updates.inner import hyperparameters
+from syncline.updates.divided import clip_factor
+from syncline.updates.inner import all_hyperparameters
 from syncline.updates.phased.stage_store import ShardState
 from syncline.updates.shard import Shard
 
@@ -63,7 +64,6 @@ class StageGradients:
     module_buffers: Mapping[str, torch.Tensor]
     """Copies of the stage's buffers, if they are to be stored with it."""
     state: ShardState | None = None
-    shards: list[Shard] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +72,6 @@ class Clipping:
 
     max_norm: float
     control: ControlStream
-
-    def factor(self, norm: float) -> float:
-        """Return what gradients are multiplied by, as ``torch.nn.utils.clip_grad_norm_`` does it."""
-        return norm if math.isnan(norm) else min(1.0, self.max_norm / (norm + 1e-6))
 
 
 class StageUpdater:
@@ -107,7 +103,7 @@ class StageUpdater:
 
     def options(self) -> tuple[dict[str, Any], ...]:
         """Return the hyper-parameters of each group as they are now."""
-        return tuple(hyperparameters(self._optimizer, group) for group in range(len(self._optimizer.param_groups)))
+        return all_hyperparameters(self._optimizer)
 
     def count_present(self, present: Sequence[bool], step: int) -> tuple[torch.Tensor, Work]:
         """Begin to count which parameters have gradients; as :meth:`count_samples`, after each backward pass."""
@@ -172,7 +168,8 @@ class StageUpdater:
         trace = self._collectives.trace
         start_ns = trace.now_ns()
         present = [count > 0 for count in gradients.present.tolist()]
-        factor = 1.0 if self._clipping is None or self.norm is None else self._clipping.factor(self.norm)
+        factor = 1.0 if self._clipping is None or self.norm is None else clip_factor(self.norm, self._clipping.max_norm)
+        shards = []
         for number, bucket in enumerate(gradients.buckets):
             owned = self._collectives.bucket_schedules[bucket.index].owned
             shard = Shard(bucket, owned, self._optimizer, whole_parameters=self._whole)
@@ -180,8 +177,8 @@ class StageUpdater:
                 shard.load_views(gradients.state.buckets[number])
             shard.scale([factor] * len(present))
             shard.step(gradients.options[bucket.plan.group], present)
-            gradients.shards.append(shard)
-        gradients.state = ShardState.of(gradients.shards)
+            shards.append(shard)
+        gradients.state = ShardState.of(shards)
         trace.span(f"update of stage {urgency}", "update", start_ns, trace.now_ns(), step=gradients.step)
         works = [self._collectives.start(bucket, Collective.ALL_GATHER, gradients.step) for bucket in gradients.buckets]
 
