@@ -238,14 +238,14 @@ class ClusterDriver(Driver):
 
     def _tell_wait(self) -> None:
         member = self._node.member
-        what = f"the clusters' update ({member.state.value}), step {member.next_record.batch + 1}"
+        what = f"the clusters' update ({member.state}), step {member.next_record.batch + 1}"
         self._job.wait_beside(self._node.awaited(), what)
 
     def _late(self) -> DeadlineError:
         """Say whom this rank waits for in the end, or who ended the training before it did."""
         who, server = self._port.describe_peer, self._node.view.own_server(self._node.term)
         member = self._node.member
-        state = f"{member.state.value} of batch {member.next_record.batch + 1}"
+        state = f"{member.state} of batch {member.next_record.batch + 1}"
         serving = "this rank serves" if server == self._port.rank else f"{who(server)} serves"
         awaited, remedy = sorted(self._node.departed), AS_MANY_BATCHES
         text = self._describe_departed()
@@ -364,5 +364,5 @@ class ClusterDriver(Driver):
             num_replaced_servers=node.num_replaced,
             num_refused_messages=node.num_refused,
             dead=tuple(sorted(view.dead)),
-            state=node.member.state.value,
+            state=node.member.state,
         )

@@ -24,7 +24,7 @@ from syncline.updates.clustered.messages import (
     Stop,
     Supply,
 )
-from syncline.updates.clustered.server import Member, MemberState, Server
+from syncline.updates.clustered.server import COMPUTING, Member, Server
 from syncline.updates.clustered.view import View
 
 
@@ -115,7 +115,7 @@ class Node:
 
         A mean needs all of the own cluster, an outer round all that live.
         """
-        if self.member.state is MemberState.COMPUTING or self.stopped is not None:
+        if self.member.state == COMPUTING or self.stopped is not None:
             return frozenset()
         record = self.member.next_record
         needed = self.view.live() if record.is_outer_round else self.view.live_members(record.term)

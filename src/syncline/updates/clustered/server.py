@@ -50,20 +50,11 @@ from syncline.updates.clustered.messages import (
 )
 from syncline.updates.clustered.view import View
 
-
-class MemberState(Enum):
-    """What a member does."""
-
-    COMPUTING = "computing"
-    AWAITING_MEAN = "awaiting the mean"
-    AWAITING_RESULT = "awaiting the outer round's result"
-    AWAITING_AVERAGE = "awaiting the average of the parameters"
-
-
+COMPUTING = "computing"
 _AWAITING = {
-    Kind.MEAN: MemberState.AWAITING_MEAN,
-    Kind.RESULT: MemberState.AWAITING_RESULT,
-    Kind.AVERAGE: MemberState.AWAITING_AVERAGE,
+    Kind.MEAN: "awaiting the mean",
+    Kind.RESULT: "awaiting the outer round's result",
+    Kind.AVERAGE: "awaiting the average of the parameters",
 }
 
 
@@ -81,7 +72,7 @@ class Member:
         self._contributed: tuple[int, int] | None = None
 
     def __repr__(self) -> str:
-        return f"<Member rank {self._view.rank}: holds record {self.position}, {self.state.value}>"
+        return f"<Member rank {self._view.rank}: holds record {self.position}, {self.state}>"
 
     @property
     def next_record(self) -> Record:
@@ -89,11 +80,9 @@ class Member:
         return self._record_schedule.record(self.position + 1)
 
     @property
-    def state(self) -> MemberState:
+    def state(self) -> str:
         """What it does."""
-        if self.position + 1 not in self.provided:
-            return MemberState.COMPUTING
-        return _AWAITING[self.next_record.kind]
+        return _AWAITING[self.next_record.kind] if self.position + 1 in self.provided else COMPUTING
 
     @property
     def oldest_term(self) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 import torch
@@ -85,10 +86,12 @@ def _make(described: Sequence[int | str]) -> torch.Tensor:
 
 
 class InputStore:
-    """Does what :class:`~syncline.updates.phased.kept_inputs.KeptInputs` decides; with the driver's lock held."""
+    """The messages, in memory or in storage as :class:`KeptInputs` decides; with the driver's lock held."""
 
-    def __init__(self, stage_store: StageStore) -> None:
+    def __init__(self, stage_store: StageStore, tell: Callable[[Instruction], None]) -> None:
+        """``tell`` is told on the storage thread which instruction is carried out."""
         self._store = stage_store
+        self._tell = tell
         self._messages: dict[Phase, Message] = {}
         self._spilled: dict[Phase, bytes] = {}
         """The text of each message that was spilled: it tells what its file holds."""
@@ -101,26 +104,21 @@ class InputStore:
         """Return what ``phase`` is computed from, which is in memory."""
         return tuple(self._messages[name] for name in needs(phase))
 
-    def spill(self, name: Phase, then: Callable[[], None]) -> None:
-        """Write a message."""
-        message = self._messages[name]
-        self._spilled[name] = message.encode()
-        self._store.write_aside(_file_name(name), _tensors(message), then, is_input=True)
-
-    def fetch(self, name: Phase, then: Callable[[], None]) -> None:
-        """Read a message that was spilled."""
-        message, _ = decode(self._spilled[name])
-        self._messages[name] = message
-        self._store.read_aside(_file_name(name), _tensors(message), then)
-
-    def forget(self, name: Phase) -> None:
-        """Free the memory of a message."""
-        del self._messages[name]
-
-    def remove(self, name: Phase) -> None:
-        """Free the file of a message."""
-        del self._spilled[name]
-        self._store.remove_aside(_file_name(name))
+    def obey(self, instruction: Instruction) -> None:
+        """Write a message, read it again, or free its memory or its file."""
+        match instruction:
+            case Spill(name):
+                self._spilled[name] = self._messages[name].encode()
+                tensors = _tensors(self._messages[name])
+                self._store.write_aside(_file_name(name), tensors, partial(self._tell, instruction), is_input=True)
+            case Fetch(name):
+                message = self._messages[name] = decode(self._spilled[name])[0]
+                self._store.read_aside(_file_name(name), _tensors(message), partial(self._tell, instruction))
+            case Forget(name):
+                del self._messages[name]
+            case Remove(name):
+                del self._spilled[name]
+                self._store.remove_aside(_file_name(name))
 
 
 def _file_name(name: Phase) -> str:

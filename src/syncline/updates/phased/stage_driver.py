@@ -16,13 +16,11 @@ from syncline.updates.phased.instructions import (
     Commit,
     Drop,
     Fetch,
-    Forget,
     Instruction,
     Load,
     LoadGradients,
     LoadState,
     Reduce,
-    Remove,
     Spill,
     Store,
     StoreGradients,
@@ -62,7 +60,7 @@ class StageDriver:
             name=f"syncline-phased-storage-{rank}",
             on_failure=on_failure,
         )
-        self.inputs = InputStore(self.store)
+        self.inputs = InputStore(self.store, self._on_input)
         self.updater = StageUpdater(
             setting.collectives,
             setting.optimizer,
@@ -103,18 +101,12 @@ class StageDriver:
             case Commit(step):
                 self.store.commit(step, self._generators.pop(step), partial(self._agree, step))
             case _:
-                self._obey_about_inputs(instruction)
+                self.inputs.obey(instruction)
 
-    def _obey_about_inputs(self, instruction: Instruction) -> None:
-        match instruction:
-            case Spill(name):
-                self.inputs.spill(name, partial(self._tell, self._phases.spilled, name))
-            case Fetch(name):
-                self.inputs.fetch(name, partial(self._tell, self._phases.fetched, name))
-            case Forget(name):
-                self.inputs.forget(name)
-            case Remove(name):
-                self.inputs.remove(name)
+    def _on_input(self, instruction: Instruction) -> None:
+        assert isinstance(instruction, Spill | Fetch), "nothing else takes time"
+        phases = self._phases
+        self._tell(phases.spilled if isinstance(instruction, Spill) else phases.fetched, instruction.phase)
 
     def close(self, *, is_failing: bool) -> None:
         """Release threads and memory."""

@@ -147,14 +147,11 @@ class StageStore:
         """Read the parameters of a stage into the room that it was placed in."""
         tensors = self._stages[number].tensors()
 
-        def job() -> None:
-            start_ns = time.monotonic_ns()
+        def read() -> None:
             self.read_bytes += self.storage.read_into(self._newest(parameters_name(number)), tensors)
             self.num_loads += 1
-            self._note(f"load of stage {number}", start_ns, is_reading=True)
-            then()
 
-        self._thread.submit(0, (), job)
+        self._submit(f"load of stage {number}", read, then, is_reading=True)
 
     def read_parameters(self, number: int, then: Callable[[dict[str, torch.Tensor]], None]) -> None:
         """Read the parameters of a stage into memory of their own."""
@@ -163,18 +160,15 @@ class StageStore:
     def load_state(self, number: int, then: Callable[[], None]) -> None:
         """Read the state of a stage; :meth:`take_state` returns it then."""
 
-        def job() -> None:
+        def read() -> None:
             if number in self._with_state:
-                start_ns = time.monotonic_ns()
                 tensors, notes = self.storage.read(self._newest(state_name(number)))
                 self._states[number] = read_state(self._stages[number].plan.trained, tensors, notes)
                 num_bytes = self._counted_bytes[number] = self._states[number].num_bytes
                 self.read_bytes += num_bytes
                 self.state_ledger.add(num_bytes)
-                self._note(f"load of state {number}", start_ns, is_reading=True)
-            then()
 
-        self._thread.submit(0, (), job)
+        self._submit(f"load of state {number}", read, then, is_reading=True)
 
     def take_state(self, number: int) -> ShardState | None:
         """Return the state that was read; None if there is none yet."""
@@ -195,21 +189,18 @@ class StageStore:
         tensors = self._stages[number].tensors()
         notes = {"step": str(step)}
 
-        def job() -> None:
+        def write() -> None:
             nonlocal state
-            start_ns = time.monotonic_ns()
             if state is not None:
                 self._write(parameters_name(number), tensors, notes, step)
                 self._write(state_name(number), state.tensors(), notes | state.notes(), step)
                 self._with_state.add(number)
                 state = None
                 self.state_ledger.add(-num_state_bytes)
-                self._note(f"store of stage {number}", start_ns, is_reading=False)
             if module_buffers:
                 self._write(buffers_name(number), module_buffers, notes, step)
-            then()
 
-        self._thread.submit(0, (), job)
+        self._submit(f"store of stage {number}", write, then, is_reading=False)
 
     def commit(self, step: int, generator: torch.Tensor, then: Callable[[], None]) -> None:
         """Declare that everything is stored as it is after ``step``."""
@@ -225,26 +216,20 @@ class StageStore:
     def write_aside(self, name: str, tensors: Tensors, then: Callable[[], None], *, is_input: bool) -> None:
         """Write what no other process needs: inputs that are spilled, or gradients."""
 
-        def job() -> None:
-            start_ns = time.monotonic_ns()
+        def write() -> None:
             num_bytes = self.storage.write(name, tensors, {})
             self.written_bytes += num_bytes
             self.spilled_bytes += num_bytes if is_input else 0
-            self._note(f"store of {name}", start_ns, is_reading=False)
-            then()
 
-        self._thread.submit(0, (), job)
+        self._submit(f"store of {name}", write, then, is_reading=False)
 
     def read_aside(self, name: str, tensors: Tensors, then: Callable[[], None]) -> None:
         """Read what :meth:`write_aside` has written into memory that is there."""
 
-        def job() -> None:
-            start_ns = time.monotonic_ns()
+        def read() -> None:
             self.read_bytes += self.storage.read_into(name, tensors)
-            self._note(f"load of {name}", start_ns, is_reading=True)
-            then()
 
-        self._thread.submit(0, (), job)
+        self._submit(f"load of {name}", read, then, is_reading=True)
 
     def remove_aside(self, name: str) -> None:
         """Free what :meth:`write_aside` has written."""
@@ -268,10 +253,18 @@ class StageStore:
         self.written_bytes += self.storage.write(file, tensors, notes)
         self._files[name] = (file, checksum(tensors, notes))
 
-    def _note(self, name: str, start_ns: int, *, is_reading: bool) -> None:
-        end_ns = time.monotonic_ns()
-        if is_reading:
-            self.measurement_s += (end_ns - start_ns) / 1e9
-        else:
-            self.writing_s += (end_ns - start_ns) / 1e9
-        self._trace.span(name, "storage", start_ns, end_ns)
+    def _submit(self, name: str, work: Callable[[], None], then: Callable[[], None], *, is_reading: bool) -> None:
+        """Let the thread do ``work``, note how long that took, and go on."""
+
+        def job() -> None:
+            start_ns = time.monotonic_ns()
+            work()
+            end_ns = time.monotonic_ns()
+            if is_reading:
+                self.measurement_s += (end_ns - start_ns) / 1e9
+            else:
+                self.writing_s += (end_ns - start_ns) / 1e9
+            self._trace.span(name, "storage", start_ns, end_ns)
+            then()
+
+        self._thread.submit(0, (), job)
