@@ -120,26 +120,25 @@ class PairClock:
     def _later(self, seconds: float, call: Any, *arguments: Any) -> None:
         heapq.heappush(self._events, (self.now_s + seconds, next(self._order), call, arguments))
 
-    def _on_disk(self, side: Side, cost: str, call: Any, stage: int, *facts: Any) -> None:
+    def _on_disk(self, side: Side, cost: str, one: Instruction, stage: int) -> None:
         seconds = self.costs.of(cost, stage) * (1 + side.pair)  # later pairs are slower
         side.disk_free_s = max(side.disk_free_s, self.now_s) + seconds
-        self._later(side.disk_free_s - self.now_s, self._happened, side, call, *(facts or (stage,)))
+        self._later(side.disk_free_s - self.now_s, self._happened, side, one)
 
-    def _happened(self, side: Side, call: Any, *facts: Any) -> None:
-        self._obey(side, call(*facts))
+    def _happened(self, side: Side, one: Instruction) -> None:
+        self._obey(side, side.phases.done(one))
 
-    def _agree(self, what: str, ranks: list[Side], seconds: float, name: str, *facts: Any) -> None:
+    def _agree(self, what: str, ranks: list[Side], seconds: float, one: Instruction) -> None:
         """Tell all of ``ranks`` once all of them have come."""
         self._agreed[what] += 1
         for side in ranks if self._agreed[what] == len(ranks) else ():
-            self._later(seconds, self._happened, side, getattr(side.phases, name), *facts)
+            self._later(seconds, self._happened, side, one)
 
     def _update(self, side: Side, one: Reduce | Update) -> None:
         """Make a collective of the ranks that hold the same stages."""
-        word = "reduce" if isinstance(one, Reduce) else "update"
         ranks = [other for other in self.sides if other.phases.side == side.phases.side]
         what = f"{one} of {side.phases.side}, {side.done.count(one)}"
-        self._agree(what, ranks, self.costs.of(word, one.stage), f"{word}d", one.stage)
+        self._agree(what, ranks, self.costs.of("reduce" if isinstance(one, Reduce) else "update", one.stage), one)
 
     def _computed(self, side: Side, phase: Phase) -> None:
         self.time_s = self.now_s
@@ -174,31 +173,27 @@ class PairClock:
 
     def _begin(self, side: Side, one: Instruction) -> None:
         match one:
-            case Spill(name):
-                self._on_disk(side, "spill", side.phases.spilled, name.stage, name)
-            case Fetch(name):
-                self._on_disk(side, "spill", side.phases.fetched, name.stage, name)
+            case Spill(name) | Fetch(name):
+                self._on_disk(side, "spill", one, name.stage)
 
     def _do(self, side: Side, one: Instruction) -> None:  # noqa: C901 - one line for each
-        phases, other = side.phases, self._partner(side)
+        other = self._partner(side)
         match one:
             case Load(stage):
-                self._on_disk(side, "load", phases.loaded, stage)
+                self._on_disk(side, "load", one, stage)
             case LoadState(stage):
-                self._on_disk(side, "state", phases.state_loaded, stage)
+                self._on_disk(side, "state", one, stage)
             case Store(stage):
-                self._on_disk(side, "store", phases.stored, stage)
-            case StoreGradients(stage):
-                self._on_disk(side, "gradients", phases.gradients_stored, stage)
-            case LoadGradients(stage):
-                self._on_disk(side, "gradients", phases.gradients_loaded, stage)
+                self._on_disk(side, "store", one, stage)
+            case StoreGradients(stage) | LoadGradients(stage):
+                self._on_disk(side, "gradients", one, stage)
             case Reduce() | Update():
                 self._update(side, one)
             case SumNorm():
                 number = sum(isinstance(earlier, SumNorm) for earlier in side.done)
-                self._agree(f"norm {number}", self.sides, self.costs.of("reduce", 0), "norm_known")
+                self._agree(f"norm {number}", self.sides, self.costs.of("reduce", 0), one)
             case Commit(step):
-                self._agree(f"step {step}", self.sides, self.costs.of("commit", 0), "committed", step)
+                self._agree(f"step {step}", self.sides, self.costs.of("commit", 0), one)
             case Send(phase):
                 side.wire_free_s = max(side.wire_free_s, self.now_s + self.costs.of("send", phase.stage))
                 self._later(side.wire_free_s - self.now_s, self._sent, other, side.num_passes, phase)

@@ -69,63 +69,63 @@ def test_one_step_of_four_stages_at_the_first_rank() -> None:
     phases = Phases(num_stages=4, side=0)
     assert phases.start() == [Load(0), Load(2)]
     assert phases.begin(TRAIN) == []
-    assert phases.loaded(0) == [Compute(forward(0))]
+    assert phases.done(Load(0)) == [Compute(forward(0))]
     assert phases.computed(forward(0)) == [Send(forward(1))]
-    assert phases.loaded(2) == []
+    assert phases.done(Load(2)) == []
     assert phases.arrived(forward(2)) == [Compute(forward(2))]
     assert phases.computed(forward(2)) == [Send(loss_phase(3))]
     assert phases.arrived(backward(2)) == [LoadState(2), Compute(backward(2))]
-    assert phases.state_loaded(2) == []
+    assert phases.done(LoadState(2)) == []
     assert phases.computed(backward(2)) == [Send(backward(1)), Forget(forward(2)), Forget(backward(2)), Reduce(2)]
-    assert phases.reduced(2) == [Update(2)]
+    assert phases.done(Reduce(2)) == [Update(2)]
     assert phases.arrived(backward(0)) == [LoadState(0), Compute(backward(0))]
-    assert phases.updated(2) == [Store(2)]
+    assert phases.done(Update(2)) == [Store(2)]
     assert phases.computed(backward(0)) == [Forget(backward(0)), Reduce(0)]
     assert phases.is_idle
     assert not phases.is_settled
-    assert phases.reduced(0) == []
-    assert phases.state_loaded(0) == [Update(0)]
-    assert phases.stored(2) == []
+    assert phases.done(Reduce(0)) == []
+    assert phases.done(LoadState(0)) == [Update(0)]
+    assert phases.done(Store(2)) == []
     assert phases.begin(TRAIN) == []  # stage 0 is being updated
     assert phases.awaited() == ["update"]
-    assert phases.updated(0) == [Store(0), Compute(forward(0))]  # reading what is stored does no harm
+    assert phases.done(Update(0)) == [Store(0), Compute(forward(0))]  # reading what is stored does no harm
 
 
 def test_room_is_made_once_the_stage_is_stored() -> None:
     phases = Phases(num_stages=6, side=0)
     phases.start()
     phases.begin(TRAIN)
-    phases.loaded(0)
-    phases.loaded(2)
+    phases.done(Load(0))
+    phases.done(Load(2))
     assert phases.computed(forward(0)) == [Send(forward(1)), Drop(0), Load(4)]
     phases.arrived(forward(2))
     phases.computed(forward(2))
-    phases.loaded(4)
+    phases.done(Load(4))
     phases.arrived(forward(4))
     assert phases.computed(forward(4)) == [Send(loss_phase(5))]  # 4 and 2 are what the way back begins with
     phases.arrived(backward(4))
-    phases.state_loaded(4)
+    phases.done(LoadState(4))
     phases.computed(backward(4))
-    phases.reduced(4)
-    assert phases.updated(4) == [Store(4)]
-    assert phases.stored(4) == [Drop(4), Load(0)]
+    phases.done(Reduce(4))
+    assert phases.done(Update(4)) == [Store(4)]
+    assert phases.done(Store(4)) == [Drop(4), Load(0)]
 
 
 def test_no_update_writes_to_memory_that_is_being_stored() -> None:
     phases = Phases(num_stages=2, side=1)
     phases.start()
-    phases.loaded(1)
+    phases.done(Load(1))
     for _ in range(2):
         phases.begin(TRAIN)
         phases.arrived(loss_phase(1))
-        phases.state_loaded(1)
+        phases.done(LoadState(1))
         phases.computed(loss_phase(1))
-        done = phases.reduced(1)
+        done = phases.done(Reduce(1))
         if done:
             assert done == [Update(1)]
-            phases.updated(1)
+            phases.done(Update(1))
     assert done == []
-    assert phases.stored(1) == [Update(1)]
+    assert phases.done(Store(1)) == [Update(1)]
 
 
 @pytest.mark.parametrize("max_stages", [1, 2, 3])
@@ -235,8 +235,8 @@ def check_files(done: list[object]) -> None:
 def test_all_micro_batches_go_through_a_stage_each_time_it_is_loaded() -> None:
     phases = Phases(num_stages=6, side=0)
     phases.start()
-    phases.loaded(0)
-    phases.loaded(2)
+    phases.done(Load(0))
+    phases.done(Load(2))
     assert phases.begin(TRAIN, 2) == [Compute(forward(0))]
     assert phases.computed(forward(0)) == [Send(forward(1)), Compute(forward(0, 1))]
     assert phases.arrived(forward(2)) == []
@@ -244,7 +244,7 @@ def test_all_micro_batches_go_through_a_stage_each_time_it_is_loaded() -> None:
     phases.arrived(forward(2, 1))
     phases.computed(forward(2))
     phases.computed(forward(2, 1))
-    phases.loaded(4)
+    phases.done(Load(4))
     for micro in range(2):
         phases.arrived(forward(4, micro))
         phases.computed(forward(4, micro))
@@ -259,29 +259,29 @@ def test_a_deferred_update_waits_for_the_norm_and_its_gradients_are_stored() -> 
     phases = Phases(num_stages=4, side=1, max_stages=1, defers_updates=True)
     assert phases.start() == [Load(1)]
     phases.begin(TRAIN)
-    phases.loaded(1)
+    phases.done(Load(1))
     phases.arrived(forward(1))
     assert phases.computed(forward(1)) == [Send(forward(2)), Drop(1), Load(3)]
-    phases.loaded(3)
+    phases.done(Load(3))
     assert phases.arrived(loss_phase(3)) == [Compute(loss_phase(3))]
     phases.computed(loss_phase(3))
-    assert phases.reduced(3) == [StoreGradients(3)]
-    assert phases.gradients_stored(3) == [Drop(3), Load(1)]
-    phases.loaded(1)
+    assert phases.done(Reduce(3)) == [StoreGradients(3)]
+    assert phases.done(StoreGradients(3)) == [Drop(3), Load(1)]
+    phases.done(Load(1))
     phases.arrived(backward(1))
     phases.computed(backward(1))
-    assert phases.reduced(1) == [StoreGradients(1), SumNorm()]
-    assert phases.gradients_stored(1) == [LoadState(1), LoadGradients(1)]
-    phases.state_loaded(1)
-    assert phases.gradients_loaded(1) == []
-    assert phases.norm_known() == [Update(1)]
-    assert phases.updated(1) == [Store(1)]
-    assert phases.stored(1) == [Drop(1), Load(3)]
-    assert phases.loaded(3) == [LoadState(3), LoadGradients(3)]
+    assert phases.done(Reduce(1)) == [StoreGradients(1), SumNorm()]
+    assert phases.done(StoreGradients(1)) == [LoadState(1), LoadGradients(1)]
+    phases.done(LoadState(1))
+    assert phases.done(LoadGradients(1)) == []
+    assert phases.done(SumNorm()) == [Update(1)]
+    assert phases.done(Update(1)) == [Store(1)]
+    assert phases.done(Store(1)) == [Drop(1), Load(3)]
+    assert phases.done(Load(3)) == [LoadState(3), LoadGradients(3)]
     phases.begin(TRAIN)
     assert phases.awaited() == ["input", "parameters"]
-    phases.state_loaded(3)
-    assert phases.gradients_loaded(3) == [Update(3)]
+    phases.done(LoadState(3))
+    assert phases.done(LoadGradients(3)) == [Update(3)]
 
 
 def test_deferred_updates_are_made_in_forward_order_whichever_gradients_are_stored_first() -> None:
@@ -289,52 +289,52 @@ def test_deferred_updates_are_made_in_forward_order_whichever_gradients_are_stor
     phases = Phases(num_stages=6, side=0, defers_updates=True)
     phases.start()
     phases.begin(TRAIN)
-    phases.loaded(0)
-    phases.loaded(2)
+    phases.done(Load(0))
+    phases.done(Load(2))
     phases.computed(forward(0))
     phases.arrived(forward(2))
     phases.computed(forward(2))
-    phases.loaded(4)
+    phases.done(Load(4))
     phases.arrived(forward(4))
     phases.computed(forward(4))
     for stage in (4, 2):
         phases.arrived(backward(stage))
         phases.computed(backward(stage))
-    phases.reduced(4)
-    phases.reduced(2)
-    assert phases.gradients_stored(4) == []  # though it is wanted after stage 0
-    assert phases.gradients_stored(2) == [Drop(4), Load(0)]
-    phases.loaded(0)
+    phases.done(Reduce(4))
+    phases.done(Reduce(2))
+    assert phases.done(StoreGradients(4)) == []  # though it is wanted after stage 0
+    assert phases.done(StoreGradients(2)) == [Drop(4), Load(0)]
+    phases.done(Load(0))
     phases.arrived(backward(0))
     phases.computed(backward(0))
-    phases.reduced(0)
-    begun = phases.gradients_stored(0)
+    phases.done(Reduce(0))
+    begun = phases.done(StoreGradients(0))
     assert begun == [LoadState(0), LoadGradients(0), LoadState(2), LoadGradients(2)]
 
 
 def test_a_step_is_stored_once_the_one_before_is_stored_on_all_ranks() -> None:
     phases = Phases(num_stages=2, side=1, keeps_versions=True, step=7)
     phases.start()
-    phases.loaded(1)
+    phases.done(Load(1))
     done = []
     for _ in range(2):
         phases.begin(TRAIN)
         phases.arrived(loss_phase(1))
-        phases.state_loaded(1)
+        phases.done(LoadState(1))
         phases.computed(loss_phase(1))
-        assert phases.reduced(1) == [Update(1)]
-        done.append(phases.updated(1))
-        done.append(phases.stored(1) if done[-1] else [])
+        assert phases.done(Reduce(1)) == [Update(1)]
+        done.append(phases.done(Update(1)))
+        done.append(phases.done(Store(1)) if done[-1] else [])
     assert done == [[Store(1)], [Commit(8)], [], []]
     assert not phases.is_settled
     phases.begin(TRAIN)
     assert phases.arrived(loss_phase(1)) == []
     assert phases.awaited() == ["update"]
-    assert phases.committed(8) == [Store(1), LoadState(1), Compute(loss_phase(1))]
+    assert phases.done(Commit(8)) == [Store(1), LoadState(1), Compute(loss_phase(1))]
     phases.computed(loss_phase(1))
-    assert phases.stored(1) == [Commit(9)]  # not the step that was computed meanwhile
+    assert phases.done(Store(1)) == [Commit(9)]  # not the step that was computed meanwhile
     assert not phases.is_settled
-    phases.committed(9)
+    phases.done(Commit(9))
 
 
 def step_seconds(num_stages: int, costs: Costs, **options: Any) -> float:

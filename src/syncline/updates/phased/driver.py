@@ -100,7 +100,7 @@ class PairDriver(Driver):
         self._num_passes = self._num_steps = 0
         self._computing_s = 0.0
         self._waiting_s = {"input": 0.0, "spilled input": 0.0, "parameters": 0.0, "update": 0.0, "sending": 0.0}
-        self._stage_driver = StageDriver(setting, self._phases, tell=self._tell, on_failure=self.fail)
+        self._stage_driver = StageDriver(setting, tell=self._tell, on_failure=self.fail)
         self._storage = setting.storage
         messages = MessageStream(setting.port, setting.stream, urgency=-1, even_if_lost=True)
         self._mailbox = Mailbox(messages, messages, decode=decode, on_message=self._on_message, on_lost=self._lose)
@@ -372,11 +372,11 @@ class PairDriver(Driver):
     def _partner(self) -> str:
         return self._setting.port.describe_peer(self._setting.partner)
 
-    def _tell(self, event: Callable[..., list[Instruction]], *facts: Any) -> None:
-        """Tell the machine what has happened, and do what follows from it."""
+    def _tell(self, instruction: Instruction) -> None:
+        """Tell the machine what is done, and do what follows from it."""
         with self._changed:
             if self._failure is None:
-                self._obey(event(*facts))
+                self._obey(self._phases.done(instruction))
 
     def _send(self, message: Message) -> None:
         """Send what was computed, which nobody changes any more; with the lock held."""

@@ -33,6 +33,7 @@ from syncline.updates.phased.instructions import (
     Commit,
     Compute,
     Drop,
+    Fetch,
     Instruction,
     Kind,
     Load,
@@ -42,6 +43,8 @@ from syncline.updates.phased.instructions import (
     Phase,
     Reduce,
     Send,
+    Spill,
+    StageInstruction,
     Store,
     StoreGradients,
     SumNorm,
@@ -182,23 +185,9 @@ class Phases:
         self._queue.extend(Phase(what, stage, micro) for what, stage in visits for micro in range(num_micros))
         return self._go_on()
 
-    def loaded(self, stage: int) -> list[Instruction]:
-        """Take note that the parameters of ``stage`` are in memory."""
-        self.held[stage].is_loaded = True
-        return self._go_on()
-
     def arrived(self, phase: Phase, num_bytes: int = 0) -> list[Instruction]:
         """Take note that the partner has sent what ``phase``, of the pass that is under way, needs."""
         self.inputs.arrived(phase, num_bytes)
-        return self._go_on()
-
-    def spilled(self, phase: Phase) -> list[Instruction]:
-        """Take note that what was sent for ``phase`` is in storage, too."""
-        return self.inputs.spilled(phase) + self._go_on()
-
-    def fetched(self, phase: Phase) -> list[Instruction]:
-        """Take note that what was sent for ``phase`` is in memory again."""
-        self.inputs.fetched(phase)
         return self._go_on()
 
     def computed(self, phase: Phase) -> list[Instruction]:
@@ -216,55 +205,45 @@ class Phases:
             instructions.append(Reduce(phase.stage))
         return instructions + self._go_on()
 
-    def reduced(self, stage: int) -> list[Instruction]:
-        """Take note that this rank's shard of the gradients of ``stage`` is complete."""
-        if not self._defers_updates:
-            self.held[stage].is_reduced = True
-            return self._go_on()
-        self._num_reduced = (self._num_reduced + 1) % len(self.own_stages)
-        self._is_norm_known = False  # the updates of the step before are over: its parameters were computed with
-        return [StoreGradients(stage), *([] if self._num_reduced else [SumNorm()]), *self._go_on()]
+    def done(self, instruction: Instruction) -> list[Instruction]:
+        """Take note that what was to be done is done, as far as it takes time; of a phase :meth:`computed` does."""
+        following: list[Instruction] = []
+        match instruction:
+            case Spill(name):
+                following = self.inputs.spilled(name)
+            case Fetch(name):
+                self.inputs.fetched(name)
+            case SumNorm():
+                self._is_norm_known = True
+            case Commit(step):  # on all ranks
+                self._committed = step
+            case StageInstruction(stage):
+                following = self._done_with_stage(instruction, self.held[stage])
+        return following + self._go_on()
 
-    def gradients_stored(self, stage: int) -> list[Instruction]:
-        """Take note that this rank's shard of the gradients of ``stage`` is in its file."""
-        held = self.held[stage]
-        held.is_waiting_for_update = False
-        self._deferred[stage] = held.step
-        return self._go_on()
-
-    def norm_known(self) -> list[Instruction]:
-        """Take note that the norm of all gradients of the last step is known."""
-        self._is_norm_known = True
-        return self._go_on()
-
-    def gradients_loaded(self, stage: int) -> list[Instruction]:
-        """Take note that this rank's shard of the gradients of ``stage`` is in memory again."""
-        self.held[stage].is_reduced = True
-        return self._go_on()
-
-    def state_loaded(self, stage: int) -> list[Instruction]:
-        """Take note that the state of ``stage`` is in memory."""
-        self.held[stage].has_state = True
-        return self._go_on()
-
-    def updated(self, stage: int) -> list[Instruction]:
-        """Take note that the new parameters of ``stage`` are complete."""
-        held = self.held[stage]
-        held.is_updated = held.is_reduced = held.has_state = False
-        held.is_waiting_for_store = True
-        return self._go_on()
-
-    def stored(self, stage: int) -> list[Instruction]:
-        """Take note that parameters and state of ``stage`` are in their files."""
-        self.held[stage].is_stored = False
-        self._num_stored = (self._num_stored + 1) % len(self.own_stages)
-        is_whole = self._keeps_versions and not self._num_stored
-        return [*([Commit(self._committed + 1)] if is_whole else []), *self._go_on()]
-
-    def committed(self, step: int) -> list[Instruction]:
-        """Take note that all ranks have stored ``step`` whole."""
-        self._committed = step
-        return self._go_on()
+    def _done_with_stage(self, instruction: StageInstruction, held: _Held) -> list[Instruction]:
+        match instruction:
+            case Load():
+                held.is_loaded = True
+            case LoadState():
+                held.has_state = True
+            case Reduce(stage) if self._defers_updates:
+                self._num_reduced = (self._num_reduced + 1) % len(self.own_stages)
+                self._is_norm_known = False  # the updates of the step before are over: they were computed with
+                return [StoreGradients(stage), *([] if self._num_reduced else [SumNorm()])]
+            case Reduce() | LoadGradients():
+                held.is_reduced = True
+            case StoreGradients(stage):
+                held.is_waiting_for_update = False
+                self._deferred[stage] = held.step
+            case Update():
+                held.is_updated = held.is_reduced = held.has_state = False
+                held.is_waiting_for_store = True
+            case Store():
+                held.is_stored = False
+                self._num_stored = (self._num_stored + 1) % len(self.own_stages)
+                return [Commit(self._committed + 1)] if self._keeps_versions and not self._num_stored else []
+        return []
 
     def wanted(self) -> list[int]:
         """Return the stages that are computed on next here, in this order, as many as may have memory."""

@@ -12,16 +12,15 @@ from functools import partial
 import torch
 
 from syncline.runtime.worker_thread import WorkerThread
+from syncline.updates.messaging import Done
 from syncline.updates.phased.instructions import (
     Commit,
     Drop,
-    Fetch,
     Instruction,
     Load,
     LoadGradients,
     LoadState,
     Reduce,
-    Spill,
     Store,
     StoreGradients,
     SumNorm,
@@ -29,23 +28,19 @@ from syncline.updates.phased.instructions import (
 )
 from syncline.updates.phased.kept_inputs import InputStore
 from syncline.updates.phased.phase_work import PhasedSetting, PhaseWork
-from syncline.updates.phased.phases import Phases
 from syncline.updates.phased.stage import BufferPool
 from syncline.updates.phased.stage_store import StageStore, gradients_name
-from syncline.updates.phased.updating import StageUpdater
+from syncline.updates.phased.updating import StageGradients, StageUpdater
 
-Tell = Callable[..., None]
-"""Gets a method of the machine, and what it is called with."""
+Tell = Callable[[Instruction], None]
+"""Gets what is done."""
 
 
 class StageDriver:
     """Obeys instructions; made and closed on the training thread."""
 
-    def __init__(
-        self, setting: PhasedSetting, phases: Phases, *, tell: Tell, on_failure: Callable[[BaseException], None]
-    ) -> None:
+    def __init__(self, setting: PhasedSetting, *, tell: Tell, on_failure: Callable[[BaseException], None]) -> None:
         self._stages = setting.stages
-        self._phases = phases
         self._tell = tell
         self._versions = setting.versions
         largest = max(stage.plan.num_bytes for stage in self._stages.values())
@@ -60,7 +55,7 @@ class StageDriver:
             name=f"syncline-phased-storage-{rank}",
             on_failure=on_failure,
         )
-        self.inputs = InputStore(self.store, self._on_input)
+        self.inputs = InputStore(self.store, tell)
         self.updater = StageUpdater(
             setting.collectives,
             setting.optimizer,
@@ -79,34 +74,28 @@ class StageDriver:
 
     def obey(self, instruction: Instruction) -> None:
         """Begin to do what the machine says."""
-        phases = self._phases
+        done = partial(self._tell, instruction)
         match instruction:
             case Load(number) | Drop(number):
-                self._place(number, is_coming=isinstance(instruction, Load))
+                self._place(number, done, is_coming=isinstance(instruction, Load))
             case LoadState(number):
-                self.store.load_state(number, partial(self._tell, phases.state_loaded, number))
+                self.store.load_state(number, done)
             case Reduce(number):
-                gradients = self.work.gradients[number]
-                self.updater.reduce(gradients, number, partial(self._tell, phases.reduced, number))
+                self.updater.reduce(self.work.gradients[number], number, done)
             case StoreGradients(number) | LoadGradients(number):
-                self._move_gradients(number, is_coming=isinstance(instruction, LoadGradients))
+                self._move_gradients(number, done, is_coming=isinstance(instruction, LoadGradients))
             case SumNorm():
-                self.updater.sum_norm(partial(self._tell, phases.norm_known))
+                self.updater.sum_norm(done)
             case Update(number):
                 gradients = self.work.gradients[number]
                 gradients.state = self.store.take_state(number)
-                self.updater.update(gradients, number, partial(self._on_updated, number))
+                self.updater.update(gradients, number, partial(self._give_back, gradients, done))
             case Store(number):
-                self._store(number)
+                self._store(number, done)
             case Commit(step):
-                self.store.commit(step, self._generators.pop(step), partial(self._agree, step))
+                self.store.commit(step, self._generators.pop(step), partial(self._agree, step, done))
             case _:
                 self.inputs.obey(instruction)
-
-    def _on_input(self, instruction: Instruction) -> None:
-        assert isinstance(instruction, Spill | Fetch), "nothing else takes time"
-        phases = self._phases
-        self._tell(phases.spilled if isinstance(instruction, Spill) else phases.fetched, instruction.phase)
 
     def close(self, *, is_failing: bool) -> None:
         """Release threads and memory."""
@@ -117,49 +106,47 @@ class StageDriver:
             stage.leave()
             stage.close()
 
-    def _place(self, number: int, *, is_coming: bool) -> None:
+    def _place(self, number: int, done: Done, *, is_coming: bool) -> None:
         stage = self._stages[number]
         if is_coming:
             room = self._placed[number] = self.buffers.take(stage.plan.num_bytes)
             stage.place(room)
-            self.store.load(number, partial(self._tell, self._phases.loaded, number))
+            self.store.load(number, done)
         else:
             stage.leave()
             self.buffers.give_back(self._placed.pop(number))
 
-    def _move_gradients(self, number: int, *, is_coming: bool) -> None:
+    def _move_gradients(self, number: int, done: Done, *, is_coming: bool) -> None:
         name = gradients_name(number)
         if is_coming:
             tensors = self.updater.own_gradients(self.work.place_gradients(number))
-            self.store.read_aside(name, tensors, partial(self._tell, self._phases.gradients_loaded, number))
+            self.store.read_aside(name, tensors, done)
             self.store.remove_aside(name)  # in its turn
         else:
-            tensors = self.updater.own_gradients(self.work.gradients[number])
-            self.store.write_aside(name, tensors, partial(self._on_gradients_stored, number), is_input=False)
+            gradients = self.work.gradients[number]
+            tensors = self.updater.own_gradients(gradients)
+            stored = partial(self._give_back, gradients, done, is_stored=True)
+            self.store.write_aside(name, tensors, stored, is_input=False)
 
-    def _on_gradients_stored(self, number: int) -> None:
-        gradients = self.work.gradients[number]
-        gradients.buckets = ()
+    def _give_back(self, gradients: StageGradients, done: Done, *, is_stored: bool = False) -> None:
+        """Free the memory of gradients that were used, or are stored."""
+        if is_stored:
+            gradients.buckets = ()
         self.work.give_back(gradients)
-        self._tell(self._phases.gradients_stored, number)
+        done()
 
-    def _on_updated(self, number: int) -> None:
-        self.work.give_back(self.work.gradients[number])
-        self._tell(self._phases.updated, number)
-
-    def _store(self, number: int) -> None:
+    def _store(self, number: int, done: Done) -> None:
         gradients = self.work.gradients.pop(number)
         state = gradients.state if gradients.buckets else None
-        then = partial(self._tell, self._phases.stored, number)
-        self.store.store(number, state, then, step=gradients.step, module_buffers=gradients.module_buffers)
+        self.store.store(number, state, done, step=gradients.step, module_buffers=gradients.module_buffers)
 
-    def _agree(self, step: int) -> None:
+    def _agree(self, step: int, done: Done) -> None:
         """Tell all ranks that ``step`` is stored here, and learn when it is everywhere; on the storage thread."""
         assert self._versions is not None, "versions are kept"
         work = self._versions.start_sum(torch.tensor([float(step)], dtype=torch.float64), f"step {step} is stored")
 
         def finish() -> None:
             work.wait()
-            self._tell(self._phases.committed, step)
+            done()
 
         self._commits.submit(0, (work,), finish)
