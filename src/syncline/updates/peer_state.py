@@ -200,10 +200,6 @@ class PeerState:
             target[place - part.start : last - part.start].copy_(values)
             place = last
 
-    def has(self, parameter: str, key: str) -> bool:
-        """Whether there is such a thing of a parameter on any rank."""
-        return key in self._kinds.get(parameter, {})
-
     def take(self, moved: Iterable[HeldState]) -> None:
         """Take what has come."""
         for one in moved:

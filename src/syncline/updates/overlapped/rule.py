@@ -152,7 +152,7 @@ class OverlappedUpdater(WholeUpdater):
             )
             for plan in plans
         ]
-        self._feeds: list[Collect] = []
+        self._collects = [Collect() for _ in buckets if kind == "rebase"]
         self._rebase = Rebase(self.buckets, self.optimizer) if kind == "rebase" else None
         self.client = ServerClient(
             communicator.open_port(f"overlapped update {layout}"),
@@ -161,7 +161,7 @@ class OverlappedUpdater(WholeUpdater):
             place_shards(communicator.topology, layout.servers, [plan.num_bytes for plan in plans]),
             max_staleness=rule.max_staleness,
             replaces=kind == "swap",
-            make_feed=self._make_feed,
+            feeds=self._collects or [Feed() for _ in buckets],
             timeout_s=self.collectives.timeout_s,
             trace=self.collectives.trace,
         )
@@ -250,7 +250,7 @@ class OverlappedUpdater(WholeUpdater):
             self.optimizer.step()
         else:
             own = [link.unsettled() for link in self.client.links]
-            self._rebase.step([feed.collected() for feed in self._feeds], own)
+            self._rebase.step([collect.collected() for collect in self._collects], own)
         self._weight = 0.0
         trace.span("local step", "update", start_ns, trace.now_ns(), step=self.step_number)
         self.step_number += 1
@@ -288,12 +288,6 @@ class OverlappedUpdater(WholeUpdater):
     def close(self) -> None:
         """Release everything; what is under way is given up."""
         self.client.close()
-
-    def _make_feed(self) -> Feed | Collect:
-        if self._rebase is None:
-            return Feed()
-        self._feeds.append(Collect())
-        return self._feeds[-1]
 
     def _check_trains(self) -> None:
         if self.is_server:

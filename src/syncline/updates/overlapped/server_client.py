@@ -158,15 +158,10 @@ class Ends:
     num_samples: tuple[float, ...]
     iteration: int
     """The furthest that a rank has come since the start of the training."""
-    last_waits_s: tuple[float, ...]
-    """How long each waited for the others when the period before this one ended: the last to come, hardly."""
+    last_to_come: tuple[int, ...]
+    """Who kept others waiting when the period before this one ended: the one that itself hardly waited."""
     dropped: tuple[int, ...]
     """Gradients of each rank that the servers had dropped."""
-
-    def last_to_come(self, least_s: float) -> tuple[int, ...]:
-        """Return who kept others waiting for ``least_s`` or longer when the period before this one ended."""
-        last = min(range(len(self.last_waits_s)), key=self.last_waits_s.__getitem__)
-        return (last,) if max(self.last_waits_s) - self.last_waits_s[last] >= least_s else ()
 
 
 class TreeMean:
@@ -198,12 +193,13 @@ class TreeMean:
             label="the end of a period",
         )
         told = under_way.wait_told()
+        waits_s = told[:, 1]
         self._last_wait_s = time.monotonic() - start_s
         self.means = under_way.wait()
         return Ends(
             num_samples=tuple(under_way.weights),
             iteration=int(told[:, 0].max()),
-            last_waits_s=tuple(told[:, 1].tolist()),
+            last_to_come=(int(waits_s.argmin()),) if waits_s.max() - waits_s.min() >= LOOK_S else (),
             dropped=tuple(int(count) for count in told[:, 2:].sum(0)),
         )
 
@@ -231,7 +227,7 @@ class ServerClient(Driver):
         *,
         max_staleness: int | None,
         replaces: bool,
-        make_feed: Callable[[], Feed | Collect],
+        feeds: Sequence[Feed | Collect],
         timeout_s: float,
         trace: Trace,
     ) -> None:
@@ -254,8 +250,8 @@ class ServerClient(Driver):
         self.hosted: dict[int, HostedShard] = {}
         self._dropped_together: tuple[int, ...] = (0,) * layout.world_size
         link = partial(WorkerLink, port, layout, changed=self._changed, replaces=replaces, trace=trace)
-        placed = zip(buckets, placement, strict=True) if port.rank in layout.workers else ()
-        self.links = [link(bucket, server=server, feed=make_feed()) for bucket, server in placed]
+        placed = zip(buckets, placement, feeds, strict=True) if port.rank in layout.workers else ()
+        self.links = [link(bucket, server=server, feed=feed) for bucket, server, feed in placed]
         self._ends_together = False
         """Whether the period ends on the tree, just now."""
         self._has_someone_left = False
@@ -323,7 +319,7 @@ class ServerClient(Driver):
         if ends is None:
             self.raise_failure()
             return False
-        self.counts.note_wait("period", time.monotonic() - start_s, ends.last_to_come(LOOK_S))
+        self.counts.note_wait("period", time.monotonic() - start_s, ends.last_to_come)
         self._dropped_together = ends.dropped
         self._begin_period(ends.iteration)
         return True

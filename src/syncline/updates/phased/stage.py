@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -58,7 +59,7 @@ class Stage:
         self._flats: list[torch.Tensor] = []
         self._gradients: list[torch.Tensor] = []
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(_Taker(self, number, slot))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, number, slot))  # type: ignore[no-untyped-call]
             for number, bucket in enumerate(plan.trained)
             for slot, parameter in zip(bucket.slots, trained[number], strict=True)
         ]
@@ -97,7 +98,7 @@ class Stage:
             flat.zero_()
         self.present = [False] * self.plan.num_trained
 
-    def take_gradient(self, bucket: int, slot: Slot, parameter: nn.Parameter) -> None:
+    def _take_gradient(self, bucket: int, slot: Slot, parameter: torch.Tensor) -> None:
         """Add the gradient of one parameter in its place."""
         if self._gradients and parameter.grad is not None:
             place = slot.view(self._gradients[bucket])
@@ -131,17 +132,6 @@ class Stage:
         """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
-
-
-class _Taker:
-    """The hook of one parameter."""
-
-    def __init__(self, stage: Stage, bucket: int, slot: Slot) -> None:
-        self._stage, self._bucket, self._slot = stage, bucket, slot
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter), "hooks are set on parameters"
-        self._stage.take_gradient(self._bucket, self._slot, parameter)
 
 
 def ghost(parameter: torch.Tensor) -> torch.Tensor:
