@@ -100,7 +100,8 @@ class BucketCollectives:
         self.crossing: Crossing | None = None
         self._loaded_calls = LoadedCalls()
         self.control = control
-        self._classes = (connection_class,) * len(bucket_schedules)
+        self.classes = (connection_class,) * len(bucket_schedules)
+        """The connection class of each bucket, for pushes and pulls alike."""
         self.enter(communicator, bucket_schedules)
 
     def enter(self, communicator: Communicator, bucket_schedules: tuple[BucketSchedule, ...]) -> None:
@@ -111,7 +112,7 @@ class BucketCollectives:
         self.bucket_schedules = bucket_schedules
         self._stream = bucket_schedules[0].stream if bucket_schedules else 0
         if bucket_schedules:
-            communicator.connection_classes.assign(self._stream, self._classes)
+            communicator.connection_classes.assign(self._stream, self.classes)
 
     def share_memory(self, bucket_bytes: Sequence[int]) -> None:
         """Let the smallest bucket move through memory that the ranks share, if they share any; all call this alike.
@@ -127,11 +128,6 @@ class BucketCollectives:
             communicator.open_segment(stream=smallest.stream)
 
     @property
-    def classes(self) -> tuple[int, ...]:
-        """The connection class of each bucket, for pushes and pulls alike."""
-        return self._classes
-
-    @property
     def backlog_bytes(self) -> int:
         """What is under way at once, at most: it is not called back."""
         return self.communicator.max_inflight_bytes
@@ -140,7 +136,7 @@ class BucketCollectives:
         """Let each bucket travel on its class from the next call on; what is missing for that is opened before."""
         assert len(classes) == len(self.bucket_schedules), "one class for each bucket"
         self.communicator.connection_classes.assign(self._stream, classes, priorities)
-        self._classes = tuple(classes)
+        self.classes = tuple(classes)
 
     def open_classes(self, priorities: Priorities, *, only_check: bool) -> None:
         """Open connections, or see that it could be done (see :class:`~syncline.priorities.tuner.Model`)."""
@@ -202,7 +198,7 @@ class BucketCollectives:
             layout=bucket_schedule.layout,
             stream=bucket_schedule.stream,
             urgency=num_buckets + index if is_gather else num_buckets - 1 - index,
-            connection_class=self._classes[index],
+            connection_class=self.classes[index],
             label=label,
             step=step,
         )

@@ -32,7 +32,8 @@ class ControlStream:
 
     def __init__(self, communicator: Communicator, *, stream: int) -> None:
         self._communicator = communicator
-        self._stream = stream
+        self.number = stream
+        """The stream of its calls."""
 
     @property
     def rank(self) -> int:
@@ -110,7 +111,7 @@ class ControlStream:
             receives=receives,
             about=label,
             label=label,
-            stream=self._stream,
+            stream=self.number,
             urgency=URGENCY,
         )
 
@@ -121,7 +122,7 @@ class ControlStream:
         return self._communicator.start(
             schedule,
             *summands_of(tensor),
-            stream=self._stream,
+            stream=self.number,
             urgency=URGENCY,
             op=label,
             label=label,

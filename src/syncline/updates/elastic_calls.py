@@ -115,11 +115,6 @@ class ElasticControlStream(ControlStream):
     is_alone = False
     """Others may come, where the job grows."""
 
-    @property
-    def number(self) -> int:
-        """The stream, in this epoch."""
-        return self._stream
-
     # What a training calls.
 
     def start_sum(
@@ -169,7 +164,7 @@ class ElasticControlStream(ControlStream):
 
     def enter(self, communicator: Communicator, *, stream: int, num_places: int) -> None:
         """Make calls on another communicator from now on."""
-        self._communicator, self._stream, self._num_places = communicator, stream, num_places
+        self._communicator, self.number, self._num_places = communicator, stream, num_places
 
     def settle(self, told: Sequence[Positions], control: ControlStream) -> None:
         """Let every member have the results that any has; the others' positions were ``told``, in rank order."""

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 from syncline.arguments import Count, Whole
 from syncline.errors import ConfigurationError
 from syncline.machines.clustering import Inventory, keep_numbers, reconsider
-from syncline.machines.features import BATCH, Feature, FeatureHistory, Features
+from syncline.machines.features import BATCH, Feature, FeatureHistory
 from syncline.machines.measurement import read_moment
 from syncline.machines.nvml import Gpu, find_gpu
 from syncline.topology import Host
@@ -100,7 +100,8 @@ class Pace:
     ) -> None:
         """Without ``reads`` the machine is not looked at, and nothing is recorded."""
         self._clock = clock
-        self._history = FeatureHistory()
+        self.history = FeatureHistory()
+        """What was measured in each of the newest periods."""
         self._reads = reads
         self._gpu = Gpu(find_gpu(gpu) if reads else None)
         self._began_s: float | None = None
@@ -127,22 +128,13 @@ class Pace:
         has_pace = bool(self._batches_s) and self._is_warm
         own = {BATCH: sum(self._batches_s) / len(self._batches_s)} if has_pace else {}
         if self._reads:
-            self._history.record(read_moment(self._gpu) | own)
+            self.history.record(read_moment(self._gpu) | own)
         self._batches_s.clear()
         self._is_warm = True
 
     def close(self) -> None:
         """Release the GPU's library; what was noted is kept."""
         self._gpu.close()
-
-    @property
-    def periods(self) -> tuple[Features, ...]:
-        """What was measured in each of the newest periods, oldest first."""
-        return self._history.periods
-
-    def summary(self) -> dict[str, Feature]:
-        """Return the mean over past periods."""
-        return self._history.summary()
 
 
 # Clusters made anew: who tells what of its machine, and what the one who proposes makes of it.

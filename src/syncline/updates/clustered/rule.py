@@ -256,7 +256,7 @@ class ClusteredUpdater(WholeUpdater):
         if self._contributions is not None:
             table = self._contributions.table.tolist()
             counted = replace(counted, contributions=tuple(map(tuple, table)))
-        return replace(counted, features=self._pace.summary(), history=self._pace.periods)
+        return replace(counted, features=self._pace.history.summary(), history=self._pace.history.periods)
 
     def progress(self) -> str:
         """Say the term, who serves, and what this rank sent inside its cluster and between clusters."""
@@ -328,7 +328,7 @@ class ClusteredUpdater(WholeUpdater):
 
     def _measurement(self) -> Measurement:
         """Return what this rank's machine measured in past periods, where clusters may follow from it."""
-        return tuple(sorted(self._pace.summary().items())) if self._is_regrouping() else ()
+        return tuple(sorted(self._pace.history.summary().items())) if self._is_regrouping() else ()
 
     def _propose(self) -> Clusters:
         """Return new clusters if this rank is the one to propose them, and finds better ones."""
