@@ -19,8 +19,8 @@ columns; only the cuts themselves are Python integers. Complexity: O(intervals x
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -29,7 +29,7 @@ import numpy as np
 from syncline.errors import ScheduleError
 from syncline.schedule.draft import Collective
 from syncline.schedule.transfers import IntArray, Transfers
-from syncline.topology import Host, Node, Topology
+from syncline.topology import Gateway, Host, Node, Switch, Topology
 
 Target = Literal["balanced", "rank_order"]
 Fractions = Mapping[str, Sequence[int]]
@@ -241,3 +241,19 @@ def speaking(topology: Topology) -> Topology:
     1
     """
     return topology.restricted(topology.speakers) if topology.gateways else topology
+
+
+def with_gateway(topology: Topology, gateway: Gateway, *, of: Collection[str]) -> Topology:
+    """Return the topology in which those hosts have ``gateway`` that have one ``of`` these.
+
+    >>> topology = Topology.parse("{host: a, ranks: 2, gateway: auto}")
+    >>> with_gateway(topology, "one", of=["auto"]).gateways
+    mappingproxy({1: 0})
+    """
+
+    def decide(node: Switch | Host) -> Switch | Host:
+        if isinstance(node, Host):
+            return replace(node, gateway=gateway) if node.gateway in of else node
+        return replace(node, children=tuple(decide(child) for child in node.children))
+
+    return replace(topology, root=decide(topology.root))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
@@ -13,14 +13,14 @@ from syncline.schedule.binomial import draft_binomial
 from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, fastest, predict, safest, supposed_network
 from syncline.schedule.draft import Collective, Draft
 from syncline.schedule.outline import Outline
-from syncline.schedule.ownership import Target, is_bound_to_gateways
+from syncline.schedule.ownership import Target, is_bound_to_gateways, with_gateway
 from syncline.schedule.recursive_doubling import draft_recursive_doubling
 from syncline.schedule.ring import draft_ring
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.tree import draft_tree, outline_tree
 from syncline.schedule.verifier import verify
 from syncline.schedule.weighted_tree import draft_weighted_tree, outline_weighted_tree
-from syncline.topology import Gateway, Host, Link, Switch, Topology
+from syncline.topology import Link, Topology
 
 BUCKET_BYTES = 4 << 20
 """A training bucket of the usual size."""
@@ -40,22 +40,12 @@ def with_gateways_chosen(topology: Topology, num_bytes: int = BUCKET_BYTES) -> T
     """
     if all(host.gateway != "auto" for host in topology.hosts):
         return topology
-    every, one = (_with_auto_as(topology, gateway) for gateway in ("every", "one"))
+    every, one = (with_gateway(topology, gateway, of=("auto",)) for gateway in ("every", "one"))
     return one if _time_s(one, num_bytes) < _time_s(every, num_bytes) else every
 
 
 def _time_s(topology: Topology, num_bytes: int) -> float:
     return predict(choose(topology, Collective.ALL_REDUCE, num_bytes), topology, num_bytes).time_s
-
-
-def _with_auto_as(topology: Topology, gateway: Gateway) -> Topology:
-    def decide(node: Switch | Host) -> Switch | Host:
-        if isinstance(node, Host):
-            chosen = gateway if node.gateway == "auto" else node.gateway
-            return replace(node, gateway=chosen)
-        return replace(node, children=tuple(decide(child) for child in node.children))
-
-    return replace(topology, root=decide(topology.root))
 
 
 MAX_PLANNED_RANKS = 4096

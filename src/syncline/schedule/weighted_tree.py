@@ -2,28 +2,27 @@
 
 The fractions come from :mod:`syncline.schedule.portions`, which solves for the whole tree and not for one level
 alone, because a leaf's link carries the sum over all levels. Where every rank owns as much as any other, portions are
-fixed, and sums meet where links have room instead (:mod:`syncline.schedule.aggregation_ranks`). Where portions leave
-an all-reduce far from the bound, as on trees whose links differ in both directions, an in-tree is drawn for each owner,
-by the linear programme of both halves at once (:mod:`syncline.schedule.step_flow`). What comes of it
-is compared with equal portions by predicted time: of those within 2 % of the fastest the one with the fewest full links
-is taken (:func:`syncline.schedule.cost.fastest`), and equal portions of those that are alike. Cost model and steps: as
-the tree planner's, with up to twice as many steps where sums meet on their way.
+fixed, and sums meet where links have room instead: an in-tree is drawn for each owner, by a linear programme
+(:mod:`syncline.schedule.step_flow`). So it is where portions leave an all-reduce far from the bound, as on trees whose
+links differ in both directions, by the programme of both halves at once. What comes of it is compared with equal
+portions by predicted time: of those within 2 % of the fastest the one with the fewest full links is taken
+(:func:`syncline.schedule.cost.fastest`), and equal portions of those that are alike. Cost model and steps: as the tree
+planner's, with up to twice as many steps where sums meet on their way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from syncline.arguments import checked
-from syncline.schedule.aggregation_ranks import MOST_RANKS, draft_with_aggregation_ranks
 from syncline.schedule.bound import lower_bound
 from syncline.schedule.cost import CostModel, fastest, predict
 from syncline.schedule.draft import Collective, Draft
 from syncline.schedule.in_trees import draft_with_owners, weights_of_shares
 from syncline.schedule.outline import Outline
-from syncline.schedule.ownership import Fractions, Target, is_bound_to_gateways, speaking
+from syncline.schedule.ownership import Fractions, Target, is_bound_to_gateways, speaking, with_gateway
 from syncline.schedule.portions import best_fractions
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.step_flow import STEP, solve_step_flow
@@ -39,6 +38,10 @@ _COMPARED_AT_BYTES = 16 << 20
 _CLOSE_ENOUGH = 1e-6
 FAR = 1.02
 """Times the bound, from which on in-trees are worth their many messages."""
+MOST_RANKS = 64
+"""Beyond it in-trees are so many messages, and take so long to plan, that direct exchange remains."""
+_ATOMS_PER_RANK = (1, 4)
+"""In-trees of so many atoms of each owner are compared: more come nearer to the flow, and are more messages."""
 _NAME = "weighted_tree"
 
 
@@ -76,9 +79,9 @@ def draft_portions(topology: Topology, collective: Collective, *, target: Target
     def draw(fractions: Fractions) -> Draft:
         return draft_tree(topology, collective, fractions=fractions, target=target, root=root, planner=_NAME)
 
-    others: list[Draft] = []
-    if _may_aggregate_elsewhere(topology, collective, target):
-        others.append(draft_with_aggregation_ranks(topology, collective, planner=_NAME))
+    is_half = collective in STEP and target == "rank_order"
+    may_flow = is_half and topology.has_rates and 1 < topology.num_ranks <= MOST_RANKS
+    others = list(_draft_half_in_rank_order(topology, collective)) if may_flow else []
     return _with_portions(topology, collective, draw, others, target=target, root=root)
 
 
@@ -110,9 +113,14 @@ def _fastest(drafts: Iterable[T], topology: Topology) -> T:
     return fastest((draft, predict(draft, topology, _COMPARED_AT_BYTES)) for draft in drafts)
 
 
-def _may_aggregate_elsewhere(topology: Topology, collective: Collective, target: Target) -> bool:
-    is_half = collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
-    return is_half and target == "rank_order" and 1 < topology.num_ranks <= MOST_RANKS
+def _draft_half_in_rank_order(topology: Topology, collective: Collective) -> Iterator[Draft]:
+    """Draw a reduce-scatter or an all-gather in which rank k owns [k/N, (k+1)/N), and every rank speaks."""
+    everyone, num_ranks = with_gateway(topology, "every", of=("one", "auto", "helper")), topology.num_ranks
+    flow = solve_step_flow(everyone, [(1 / num_ranks, 1 / num_ranks)] * num_ranks, halves=[collective]).halves[0]
+    owners = tuple((rank, 1) for rank in range(num_ranks))
+    for per_rank in _ATOMS_PER_RANK:
+        num_atoms = per_rank * num_ranks
+        yield draft_with_owners(everyone, collective, owners, num_atoms=num_atoms, flow=flow, planner=_NAME)
 
 
 def _draft_flows(topology: Topology) -> Draft:

@@ -1,4 +1,4 @@
-"""Aggregation ranks: every rank still sends an element once, and what direct exchange heaps on one link is spread."""
+"""Halves in rank order: every rank sends an element once, and what direct exchange heaps on one link is spread."""
 
 import numpy as np
 import pytest
@@ -7,9 +7,9 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 from schedule_trees import balanced_tree, links, star, trees
 
-from syncline.schedule import Collective, CostModel, lower_bound, plan_tree, plan_weighted_tree, predict, verify
-from syncline.schedule.aggregation_ranks import MOST_RANKS, draft_with_aggregation_ranks
+from syncline.schedule import Collective, CostModel, lower_bound, plan_tree, plan_weighted_tree, predict
 from syncline.schedule.traffic import shares
+from syncline.schedule.weighted_tree import MOST_RANKS
 from syncline.topology import DirectedLink, Topology
 
 SIZE = 64 << 20
@@ -34,7 +34,7 @@ def share_of_bound(schedule, topology):
     st.sampled_from(HALVES),
 )
 def test_random_trees_are_proved_and_nothing_is_sent_twice(topology, collective):
-    schedule = verify(draft_with_aggregation_ranks(topology, collective, planner="weighted_tree"))
+    schedule = plan_weighted_tree(topology, collective, target="rank_order")
     num_ranks = topology.num_ranks
     assert [
         schedule.owners[0, schedule.draft.cuts.index(rank * schedule.draft.denominator // num_ranks)]
@@ -53,10 +53,9 @@ def test_random_trees_are_proved_and_nothing_is_sent_twice(topology, collective)
 
 
 def test_a_switch_of_many_unequal_hosts():
-    """All sums of a piece meet in one place, and an eighth of a part from 62 hosts is a ninth of its link."""
     topology = star([(100e6, 100e6 if rank else 50e6) for rank in range(MOST_RANKS)])
     schedule = plan_weighted_tree(topology, Collective.REDUCE_SCATTER, target="rank_order")
-    assert share_of_bound(schedule, topology) < 1.13
+    assert share_of_bound(schedule, topology) < 1.02
     assert share_of_bound(plan_tree(topology, Collective.REDUCE_SCATTER, target="rank_order"), topology) > 1.9
 
 
