@@ -22,7 +22,7 @@ from typing import Any, Literal, NoReturn
 from syncline import discovery
 from syncline.endpoints import own_address
 from syncline.errors import ConfigurationError, RendezvousError, SynclineError, TopologyError
-from syncline.fabric import FabricOptions, Rendezvous, Store, connect_tcp
+from syncline.fabric import FabricOptions, Rendezvous, Store
 from syncline.fabric.lending import NO_NETWORK, find_network
 from syncline.fabric.rendezvous import Member
 from syncline.fabric.shared_port import lending
@@ -31,12 +31,11 @@ from syncline.last_words import leave_at_exit, tell_met
 from syncline.observe import Trace, tell_if_long
 from syncline.pytorch.environment import FLAT, MEASURE, Environment, address_of
 from syncline.pytorch.secret import user_secret
-from syncline.runtime import CommunicationLoop, Communicator, match_topology
+from syncline.runtime import Communicator, match_topology
 from syncline.schedule import with_gateways_chosen
 from syncline.topology import Topology
 from syncline.variables import FLIGHT, REPORT, process_variables
 
-CONNECT_MARGIN_S = 30.0
 """The fabric keeps its own deadlines; this is for a loop that does not answer."""
 LOOPBACK = "127.0.0.1"
 NO_PORT = 1
@@ -151,25 +150,16 @@ def _discover(environment: Environment, flat: Topology, store: Store, *, timeout
 def _open(
     environment: Environment, topology: Topology, store: Store, *, trace: Trace | None, timeout_s: float
 ) -> Communicator:
-    """Start a loop, and connect to all others on it."""
-    options = environment.fabric
-    loop = CommunicationLoop()
-    loop.start()
-    try:
-        connecting = connect_tcp(
-            options,
-            rank=environment.rank,
-            world_size=environment.world_size,
-            rendezvous=Rendezvous(store, job_id=options.job_id),
-            topology=topology,
-            trace=trace,
-            timeout_s=timeout_s,
-        )
-        fabric = loop.run(connecting, timeout_s + CONNECT_MARGIN_S)
-        return Communicator(loop, fabric, topology, trace=trace, timeout_s=environment.timeout_s, on_close=loop.stop)
-    except BaseException:
-        loop.stop()
-        raise
+    return Communicator.connect(
+        rank=environment.rank,
+        world_size=environment.world_size,
+        topology=topology,
+        store=store,
+        options=environment.fabric,
+        trace=trace,
+        connect_s=timeout_s,
+        timeout_s=environment.timeout_s,
+    )
 
 
 def _load_topology(environment: Environment) -> Topology | TopologyError | Literal["flat"] | None:

@@ -20,7 +20,7 @@ from datetime import timedelta
 from weakref import finalize
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from syncline.endpoints import format_endpoint
 from syncline.errors import ConfigurationError, RendezvousError
@@ -62,24 +62,14 @@ class TorchStore:
         return bytes(self._store.get(key))
 
 
-class LocalStore:
+class LocalStore(TorchStore):
     """The store of a job of one rank."""
 
     def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: bytes) -> None:
-        """Write ``value``."""
-        self._values[key] = value
-
-    def get(self, key: str, timeout_s: float) -> bytes:  # noqa: ARG002 - nobody else writes
-        """Return the value; ``TimeoutError`` if there is none."""
-        if key not in self._values:
-            raise TimeoutError(f"{key} is not set")
-        return self._values[key]
+        super().__init__(HashStore())
 
 
-def open_store(environment: Environment) -> TorchStore | LocalStore:
+def open_store(environment: Environment) -> TorchStore:
     """Open the store of the job: the agent's, that of torch.distributed, or one that rank 0 serves.
 
     Whoever holds the result keeps the store open; dropping it closes it. :class:`RendezvousError` at the latest after

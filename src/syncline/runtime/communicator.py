@@ -21,7 +21,6 @@ from syncline.fabric import (
     connect_tcp,
     memory_fabrics,
 )
-from syncline.fabric.sockets import check_open_files
 from syncline.observe import NullTrace, Trace
 from syncline.priorities.settings import Priorities
 from syncline.runtime.call import BasicSettings, Call, CallSettings, CollectiveCall, common_settings
@@ -126,14 +125,16 @@ class Communicator:
         store: Store,
         options: FabricOptions,
         trace: Trace | None = None,
+        connect_s: float | None = None,
         **settings: Any,
     ) -> Communicator:
         """Start a loop and connect to the other ranks over TCP; ``settings`` are those of the constructor.
 
-        The ranks find each other through ``store``, which is not needed afterwards.
+        The ranks find each other through ``store``, which is not needed afterwards, within ``connect_s`` (default: that
+        of ``options``).
         """
         topology.check_world_size(world_size)
-        check_open_files(rank, num_peers=world_size - 1, num_classes=options.num_classes)
+        limit_s = options.connect_s if connect_s is None else connect_s
         loop = CommunicationLoop()
         loop.start()
         try:
@@ -144,8 +145,9 @@ class Communicator:
                 rendezvous=Rendezvous(store, job_id=options.job_id),
                 topology=topology,
                 trace=trace,
+                timeout_s=limit_s,
             )
-            fabric = loop.run(connecting, 2 * options.connect_s + CLOSE_S)
+            fabric = loop.run(connecting, 2 * limit_s + CLOSE_S)
             return cls(loop, fabric, topology, trace=trace, on_close=loop.stop, **settings)
         except BaseException:
             loop.stop()
