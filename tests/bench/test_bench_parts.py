@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -112,17 +113,14 @@ def test_the_table_leaves_out_columns_that_say_nothing():
     assert "predicted" not in cells
 
 
-def test_what_other_machines_took_is_counted(tmp_path, monkeypatch):
-    counted = tmp_path / "stat"
-    monkeypatch.setattr("syncline.cli.bench.COUNTED", counted)
-    now_s = [0.0]
+def test_what_other_machines_took_is_counted(monkeypatch):
+    now_s, times = [0.0], SimpleNamespace()
+    monkeypatch.setattr("psutil.cpu_times", lambda: times)
     assert StolenTime(lambda: now_s[0]).share == 0.0
-    ticks_per_s = os.sysconf("SC_CLK_TCK")
-    counted.write_text("cpu  9 9 9 9 9 9 9 0 0 0\ncpu0 9 9 9 9 9 9 9 0 0 0\n")
+    times.steal = 0.0
     stolen = StolenTime(lambda: now_s[0])
     assert stolen.share == 0.0
-    counted.write_text(f"cpu  9 9 9 9 9 9 9 {3600 * ticks_per_s} 0 0\ncpu0 9 9 9 9 9 9 9 9 0 0\n")
-    now_s[0] = 7200 / os.cpu_count()
+    times.steal, now_s[0] = 3600.0, 7200 / os.cpu_count()
     assert stolen.share == pytest.approx(0.5)
 
 

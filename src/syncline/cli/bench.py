@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import psutil
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -62,9 +63,6 @@ app = new_app(
 TopologyArgument = Annotated[
     list[str], typer.Argument(metavar="TOPOLOGY", help="Topology files, or names of shipped ones.")
 ]
-COUNTED = Path("/proc/stat")
-_STEAL = 8
-"""Where its first line says it: "cpu user nice system idle iowait irq softirq steal"."""
 NOTEWORTHY = 0.02
 
 
@@ -327,7 +325,4 @@ class StolenTime:
 
 
 def _stolen_s() -> float:
-    if not COUNTED.exists():
-        return 0.0
-    ticks = COUNTED.read_text().split("\n", 1)[0].split()
-    return int(ticks[_STEAL]) / os.sysconf("SC_CLK_TCK")
+    return float(getattr(psutil.cpu_times(), "steal", 0.0))
