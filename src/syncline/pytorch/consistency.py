@@ -40,6 +40,8 @@ from syncline.updates.control import ControlStream
 from syncline.updates.rule import Updater
 
 DEFAULT_EVERY = 100
+PACKED_BYTES = 4 << 20
+"""Smaller tensors go together in messages of about this size."""
 WHOLE_CALL = "distribute() with the same model, optimizer, update rule and priorities"
 
 
@@ -239,20 +241,45 @@ def check_agreement(
 
 def broadcast_model(model: nn.Module, buckets: Iterable[Bucket], control: ControlStream) -> None:
     """Give every rank the parameters and buffers of rank 0."""
-    works = []
-    bucketed: set[nn.Parameter] = set()
-    for bucket in buckets:
-        bucketed.update(bucket.tensors)
-        bucket.stage_parameters()
-        bucket.wait_staged()
-        works.append((bucket, control.start_broadcast(bucket.wire_parameters, f"initial values of {bucket!r}")))
-    others = [parameter for parameter in model.parameters() if parameter not in bucketed] + list(model.buffers())
-    packed = pack(others)
-    control.start_broadcast(packed, "initial values of frozen parameters and buffers").wait()
-    unpack(packed, others)
-    for bucket, work in works:
-        work.wait()
-        bucket.unstage_parameters()
+    bucketed = dict.fromkeys(tensor for bucket in buckets for tensor in bucket.tensors)
+    others = [parameter for parameter in model.parameters() if parameter not in bucketed]
+    broadcast_tensors([*bucketed, *others, *model.buffers()], control)
+
+
+def broadcast_tensors(tensors: Sequence[torch.Tensor], control: ControlStream) -> None:
+    """Give the first rank's tensors to all: as they lie, where that goes, else packed; the next while one is sent."""
+    under_way: list[tuple[Any, torch.Tensor | None, Sequence[torch.Tensor]]] = []
+    for batch in _batches(tensors):
+        (tensor, *others) = batch
+        if not others and tensor.device.type == "cpu" and tensor.is_contiguous():
+            under_way.append((control.start_broadcast(tensor.detach(), "a tensor of the model"), None, batch))
+        else:
+            packed = pack(batch)
+            under_way.append((control.start_broadcast(packed, "tensors of the model"), packed, batch))
+        while len(under_way) > 2:
+            _end(*under_way.pop(0), takes=control.rank != 0)
+    for entry in under_way:
+        _end(*entry, takes=control.rank != 0)
+
+
+def _end(work: Any, packed: torch.Tensor | None, batch: Sequence[torch.Tensor], *, takes: bool) -> None:
+    work.wait()
+    if takes and packed is not None:
+        unpack(packed, batch)
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield the tensors, small ones together; those of no elements are left out."""
+    batch: list[torch.Tensor] = []
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        if batch and sum(each.nbytes for each in (*batch, tensor)) > PACKED_BYTES:
+            yield batch
+            batch = []
+        batch.append(tensor)
+    if batch:
+        yield batch
 
 
 def _first_difference(of_root: Sequence[str], mine: Sequence[str], root: int) -> str:

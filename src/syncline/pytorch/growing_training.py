@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,20 +18,17 @@ from torch import nn
 
 from syncline.members.job_record import NO_FLAGS, Flags
 from syncline.pytorch.checkpoint.group import CheckpointGroup
+from syncline.pytorch.consistency import broadcast_tensors
 from syncline.pytorch.epochs import Recovery
 from syncline.pytorch.installation import Installation
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.training import Training
-from syncline.tensors.memory import pack, unpack
 from syncline.updates import Updater
 from syncline.updates.bucket import Slot
 from syncline.updates.control import ControlStream
 from syncline.updates.elastic_sharded import ElasticShardedUpdater
 from syncline.updates.peer_state import HeldState
 from syncline.updates.state import decode_value, describe_state
-
-PACKED_BYTES = 4 << 20
-"""Smaller tensors go together in messages of about this size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +74,7 @@ def give_state(model: nn.Module, group: CheckpointGroup, control: ControlStream,
     control.start_broadcast(torch.tensor([len(text)]), "size of a newcomer's position").wait()
     control.start_broadcast(payload, "a newcomer's position").wait()
     divided = {(entry.parameter, entry.key): entry.value for entry in entries if entry.start is not None}
-    _broadcast([*_model_tensors(model), *(divided[key] for key in sorted(divided))], control)
+    broadcast_tensors([*_model_tensors(model), *(divided[key] for key in sorted(divided))], control)
 
 
 def take_state(model: nn.Module, group: CheckpointGroup, control: ControlStream) -> Position:
@@ -90,49 +87,13 @@ def take_state(model: nn.Module, group: CheckpointGroup, control: ControlStream)
     group.load_groups(head["groups"])
     source = _SentState(head["state"])
     group.load_state(source)
-    _broadcast([*_model_tensors(model), *(source.targets[key] for key in sorted(source.targets))], control)
+    broadcast_tensors([*_model_tensors(model), *(source.targets[key] for key in sorted(source.targets))], control)
     return Position(iteration=int(head["iteration"]), extra=head["extra"], parts=head["parts"])
 
 
 def _model_tensors(model: nn.Module) -> list[torch.Tensor]:
     """Return what the model is made of, in an order in which all ranks agree."""
     return [*model.parameters(), *model.buffers()]
-
-
-def _broadcast(tensors: Sequence[torch.Tensor], control: ControlStream) -> None:
-    """Give the first rank's tensors to all: as they lie, where that goes, else packed; the next while one is sent."""
-    under_way: list[tuple[Any, torch.Tensor | None, Sequence[torch.Tensor]]] = []
-    for batch in _batches(tensors):
-        (tensor, *others) = batch
-        if not others and tensor.device.type == "cpu" and tensor.is_contiguous():
-            under_way.append((control.start_broadcast(tensor.detach(), "a newcomer's tensor"), None, batch))
-        else:
-            packed = pack(batch)
-            under_way.append((control.start_broadcast(packed, "a newcomer's tensors"), packed, batch))
-        while len(under_way) > 2:
-            _end(*under_way.pop(0), takes=control.rank != 0)
-    for entry in under_way:
-        _end(*entry, takes=control.rank != 0)
-
-
-def _end(work: Any, packed: torch.Tensor | None, batch: Sequence[torch.Tensor], *, takes: bool) -> None:
-    work.wait()
-    if takes and packed is not None:
-        unpack(packed, batch)
-
-
-def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield the tensors, small ones together; those of no elements are left out."""
-    batch: list[torch.Tensor] = []
-    for tensor in tensors:
-        if not tensor.numel():
-            continue
-        if batch and sum(each.nbytes for each in (*batch, tensor)) > PACKED_BYTES:
-            yield batch
-            batch = []
-        batch.append(tensor)
-    if batch:
-        yield batch
 
 
 class GrowingTraining:
