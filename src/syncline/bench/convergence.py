@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
 from rich.table import Table
 
 from syncline.bench.task import check_known
@@ -180,13 +181,8 @@ class Training:
 
 def load_trainings(path: Path) -> list[Training]:
     """Read what :func:`add_training` wrote."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = []
-    for values in map(json.loads, lines):
-        told = values.pop("learning")
-        curve = tuple((step, loss) for step, loss in told.pop("curve"))
-        found.append(Training(**values, learning=Learning(**told, curve=curve)))
-    return found
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [TypeAdapter(Training).validate_json(line) for line in lines]
 
 
 def add_training(path: Path, training: Training) -> None:

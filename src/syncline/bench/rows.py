@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from pydantic import TypeAdapter
 from rich.table import Table
 
 from syncline.bench.task import Order
@@ -75,13 +76,6 @@ class Row:
         figures = {"median_s": self.median_s, "min_s": self.least_s, "max_s": self.most_s}
         return {**asdict(self), **figures, "times_bound": self.times_bound}
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Row:
-        """Return the row that :meth:`to_dict` described."""
-        derived = {"median_s", "min_s", "max_s", "times_bound"}
-        kept = {key: value for key, value in values.items() if key not in derived}
-        return cls(**{**kept, "times_s": tuple(kept["times_s"])})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
@@ -119,7 +113,7 @@ def save_rows(path: Path, rows: Sequence[Row]) -> None:
 
 def load_rows(path: Path) -> list[Row]:
     """Read what :func:`save_rows` wrote."""
-    return [Row.from_dict(values) for values in json.loads(path.read_text())]
+    return TypeAdapter(list[Row]).validate_json(path.read_bytes())
 
 
 def _size_in_words(num_bytes: int) -> str:

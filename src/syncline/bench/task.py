@@ -6,7 +6,9 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
+
+from pydantic import TypeAdapter
 
 from syncline.errors import ConfigurationError
 
@@ -122,10 +124,7 @@ class Task:
     @classmethod
     def load(cls, path: Path) -> Task:
         """Read what :meth:`save` wrote."""
-        values: dict[str, Any] = json.loads(path.read_text())
-        lists = {key: tuple(values[key]) for key in ("collectives", "sizes_bytes", "peers", "methods", "planners")}
-        parts = {"pace": Pace(**values["pace"]), "shape": ModelShape(**values["shape"])}
-        return cls(**{**values, **lists, **parts})
+        return TypeAdapter(cls).validate_json(path.read_bytes())
 
 
 def choose_peers(experiment: Experiment, asked: Iterable[str]) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from enum import StrEnum
 from itertools import combinations
 
 import psutil
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.markup import escape
 
@@ -55,6 +56,20 @@ class Outcome(StrEnum):
 
 Found = dict[int, dict[int, Outcome]]
 """By host and port, how one host's dials ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """What a host tells another: what it probes, and what it knows."""
+
+    hosts: list[str]
+    ports: list[int]
+    own: int
+    done: list[int]
+    found: dict[int, Found]
+
+
+_TOLD = TypeAdapter(_Told)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -165,15 +180,15 @@ class PortProbes:
     # --- messages ---
 
     def _message(self) -> bytes:
-        rows = {
-            str(host): {
-                str(other): {str(port): outcome.value for port, outcome in ended.items()}
-                for other, ended in row.items()
-            }
-            for host, row in self.found.items()
-        }
-        about = {"hosts": list(self.addresses), "ports": list(self.ports), "own": self.own, "done": sorted(self._done)}
-        body = json.dumps(about | {"found": rows}).encode()
+        body = _TOLD.dump_json(
+            _Told(
+                hosts=list(self.addresses),
+                ports=list(self.ports),
+                own=self.own,
+                done=sorted(self._done),
+                found=self.found,
+            )
+        )
         return _HEAD.pack(_MAGIC, len(body)) + body + self._code(body)
 
     def _code(self, body: bytes) -> bytes:
@@ -190,25 +205,14 @@ class PortProbes:
 
     def _hear(self, body: bytes) -> None:
         """Take over what another host has found; ValueError if it probes something else."""
-        try:
-            told = json.loads(body)
-            if (told["hosts"], told["ports"]) != (list(self.addresses), list(self.ports)):
-                raise ValueError("other hosts or ports")
-            host, done = int(told["own"]), {int(each) for each in told["done"]}
-            rows = {
-                int(source): {
-                    int(other): {int(port): Outcome(outcome) for port, outcome in ended.items()}
-                    for other, ended in row.items()
-                }
-                for source, row in told["found"].items()
-            }
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError("no probe") from error
-        if host not in self.others:
+        told = _TOLD.validate_json(body)
+        if (told.hosts, told.ports) != (list(self.addresses), list(self.ports)):
+            raise ValueError("other hosts or ports")
+        if told.own not in self.others:
             raise ValueError("no host of these")
-        self._heard |= {host, *(source for source, row in rows.items() if any(row.values()))}
-        self._done |= done
-        for source, row in rows.items():
+        self._heard |= {told.own, *(source for source, row in told.found.items() if any(row.values()))}
+        self._done |= set(told.done)
+        for source, row in told.found.items():
             if source not in self.others:
                 continue
             for other, ended in row.items():

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -220,7 +220,7 @@ def measure_training(task: Task, fleet: Fleet) -> Iterator[list[Row]]:
     num_bytes = sum(parameter.nbytes for parameter in trainees[COMPUTE_ALONE].model.parameters())
     rows = [_row(task, fleet, name, num_bytes, seconds[name], carried[name]) for name in trainees]
     median_s = rows[0].median_s
-    yield [_with_compute(row, median_s) for row in rows]
+    yield [replace(row, compute_s=median_s) for row in rows]
 
 
 def _row(task: Task, fleet: Fleet, name: str, num_bytes: int, seconds: tuple[float, ...], carried: Carried) -> Row:
@@ -238,10 +238,6 @@ def _row(task: Task, fleet: Fleet, name: str, num_bytes: int, seconds: tuple[flo
         num_dropped=per_step.num_dropped,
         num_resent=per_step.num_resent,
     )
-
-
-def _with_compute(row: Row, compute_s: float) -> Row:
-    return Row.from_dict({**row.to_dict(), "compute_s": compute_s})
 
 
 def _predict_wire(fleet: Fleet, name: str, num_bytes: int) -> float:
