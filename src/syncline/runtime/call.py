@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -99,8 +99,8 @@ class Call(ABC):
         """Put what ``rank`` brings where it belongs; nothing happens if it is there."""
 
     @abstractmethod
-    def describe(self, digest: Callable[[Layout], str]) -> Description:
-        """Describe it to the other ranks; ``digest`` is that of a layout."""
+    def describe(self) -> Description:
+        """Describe it to the other ranks."""
 
     def check_deadline(self) -> None:
         """Raise :class:`ConfigurationError` if it could never be done in time."""
@@ -195,14 +195,13 @@ class CollectiveCall(Call):
         """Number of slices; none if there is nothing to move."""
         return len(self.layout.slices) if self.layout.num_elements else 0
 
-    def describe(self, digest: Callable[[Layout], str]) -> Description:
+    def describe(self) -> Description:
         """Describe it by what is moved, what becomes of it, and on which ways."""
-        layout = digest(self.layout)
         meaning = f"{self.meaning}; " if self.meaning and self.meaning != self.label else ""
         return Description(
-            identity=f"{self.kind} {self.numbers} {self.meaning} {self.schedule.digest} {layout}",
+            identity=f"{self.kind} {self.numbers} {self.meaning} {self.schedule.digest} {self.layout.digest}",
             text=f"{self.kind} of {self.numbers} ({meaning}{self.what[:200]})"
-            f"{DETAILS}schedule {self.schedule.planner} {self.schedule.digest[:8]}, layout {layout}",
+            f"{DETAILS}schedule {self.schedule.planner} {self.schedule.digest[:8]}, layout {self.layout.digest}",
         )
 
 
@@ -228,25 +227,3 @@ def trace_call(trace: Trace | NullTrace, call: Call, start_ns: int, **args: obje
         about = {"bytes": call.num_bytes, "connection_class": call.connection_class}
         step = {} if call.step is None else {"step": call.step}
         trace.span(call.label, "communication", start_ns, trace.now_ns(), **about, **step, **args)
-
-
-class Describer:
-    """Describes calls; remembers the digests of layouts, since one of many slices takes its time."""
-
-    def __init__(self, max_layouts: int = 256) -> None:
-        self._max_layouts = max_layouts
-        self._digests: dict[int, tuple[Layout, str]] = {}
-
-    def describe(self, call: Call) -> Description:
-        """Describe ``call`` to the other ranks."""
-        return call.describe(self._digest)
-
-    def _digest(self, layout: Layout) -> str:
-        known = self._digests.get(id(layout))
-        if known is not None:
-            return known[1]
-        if len(self._digests) >= self._max_layouts:
-            self._digests.clear()
-        digest = layout.digest
-        self._digests[id(layout)] = (layout, digest)  # keeping the layout keeps its id from being used again
-        return digest

@@ -15,7 +15,6 @@ from syncline.errors import ConfigurationError
 from syncline.fabric import Transport
 from syncline.runtime.call import BasicSettings, Call, Description
 from syncline.runtime.work import Work
-from syncline.schedule import Layout
 
 DirectKind = Literal["gather", "scatter", "all_to_all"]
 Messages = tuple[tuple[int, memoryview], ...]
@@ -77,7 +76,7 @@ class DirectCall(Call):
     def place_own_part(self, rank: int) -> None:
         """Nothing goes to the own rank."""
 
-    def describe(self, digest: Callable[[Layout], str]) -> Description:  # noqa: ARG002 - there is no layout
+    def describe(self) -> Description:
         """Describe it by what all ranks must say alike."""
         where = "" if self.root is None else f" {'to' if self.direction == 'gather' else 'from'} rank {self.root}"
         text = f"{self.direction} of {self.about}{where}"

@@ -20,7 +20,7 @@ from syncline.fabric import PeerLeftError, PeerStalls, Transport
 from syncline.fabric.slice_executor import NUMBER_MASK, Execution, SlicedCall, check_tags_fit, first_tag
 from syncline.observe import NullTrace, Trace
 from syncline.runtime import control, failures
-from syncline.runtime.call import Call, CollectiveCall, Describer, Description, trace_call
+from syncline.runtime.call import Call, CollectiveCall, Description, trace_call
 from syncline.runtime.control import ControlError, ControlKind, Failure, Tally
 from syncline.runtime.dataflow import Dataflows
 from syncline.runtime.direct import DirectCall, DirectExecution
@@ -132,7 +132,6 @@ class Engine:
         quota = EarlyQuota()
         self._agreement = Agreement(self._predecessor, quota)
         self._early_waits = EarlyWaits(quota)
-        self._describer = Describer()
         self._executor = fabric.open_executor(
             PythonSliceExecutor(fabric, clock, max_inflight_bytes=max_inflight_bytes, on_crash=self.crash)
         )
@@ -366,7 +365,7 @@ class Engine:
             call=call,
             number=number,
             peers=self._peers(call),
-            description=self._describer.describe(call),
+            description=call.describe(),
             work=work,
             started_s=self._clock.time(),
             started_ns=self._trace.now_ns(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import Literal
 
 from syncline.schedule import PLANNERS, Collective, Draft, Layout, Schedule, lower_bound, verify
@@ -60,11 +60,9 @@ class Plans:
         self.planner = planner
         self.slice_bytes = slice_bytes or _slice_bytes(topology)
         self._largest_slice_bytes = max(self.slice_bytes, _slice_bytes_without_rates(topology))
-        self._num_ramp = NUM_RAMP if topology.has_rates else 0
-        self._max_layouts = max_layouts
         self._schedules: dict[tuple[Collective, int, str, int], Schedule] = {}
         self._drafts: OrderedDict[tuple[Collective, str, int], list[Draft]] = OrderedDict()
-        self._layouts: OrderedDict[tuple[str, str, int, int, tuple[int, ...]], Layout] = OrderedDict()
+        self._lay_out = lru_cache(max_layouts)(partial(_lay_out, NUM_RAMP if topology.has_rates else 0))
         self._lock = threading.Lock()
 
     @property
@@ -103,7 +101,7 @@ class Plans:
         if len(self._drafts) > MOST_DRAFTED:
             self._drafts.popitem(last=False)
         draft = best_of(drafts, self._topology, num_bytes, slice_bytes=predicted_slice_bytes(self._topology))
-        known = (schedule for schedule in self._schedules.values() if schedule.draft is draft)
+        known = (schedule for schedule in self._schedules.values() if schedule.transfers is draft.transfers)
         return next(known, None) or verify(draft)
 
     def bucket_slice_bytes(self, num_bytes: int) -> int:
@@ -128,20 +126,22 @@ class Plans:
         ``parts`` are the elements of each rank's part, where they are not equal.
         """
         slice_elements = max(1, self._divide(num_elements * itemsize, NUM_SLICES_WITHIN_MACHINE) // itemsize)
-        key = (schedule.digest, "contiguous" if is_contiguous else "even", num_elements, slice_elements, parts)
-        with self._lock:
-            layout = self._layouts.get(key)
-            if layout is None:
-                if parts:
-                    layout = Layout.uneven(schedule, parts, slice_elements)
-                elif is_contiguous:
-                    layout = Layout.contiguous(schedule, num_elements, slice_elements)
-                else:
-                    layout = Layout.build(schedule, num_elements, slice_elements, num_ramp=self._num_ramp)
-                self._layouts[key] = layout
-                if len(self._layouts) > self._max_layouts:
-                    self._layouts.popitem(last=False)
-            return layout
+        return self._lay_out(schedule, num_elements, slice_elements, is_contiguous, parts)
+
+
+def _lay_out(
+    num_ramp: int,
+    schedule: Schedule,
+    num_elements: int,
+    slice_elements: int,
+    is_contiguous: bool,
+    parts: tuple[int, ...],
+) -> Layout:
+    if parts:
+        return Layout.uneven(schedule, parts, slice_elements)
+    if is_contiguous:
+        return Layout.contiguous(schedule, num_elements, slice_elements)
+    return Layout.build(schedule, num_elements, slice_elements, num_ramp=num_ramp)
 
 
 def _slice_bytes(topology: Topology) -> int:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import bisect
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -25,7 +26,7 @@ _MAX_WINDOW_OFFSETS = 1 << 21
 _GOLDEN_SECTION = 0.618
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """For each slice the m + 1 absolute element offsets of the schedule's cuts; atom i is [offsets[i], offsets[i + 1]).
 
@@ -110,7 +111,10 @@ class Layout:
         slices = tuple(_clamp(offsets, start, stop) for start, stop in windows if start < stop)
         return cls(slices=slices, num_elements=num_elements)
 
-    @property
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @cached_property
     def digest(self) -> str:
         """A hash of the layout, equal in all processes."""
         return hashlib.blake2b(repr((self.num_elements, self.slices)).encode(), digest_size=8).hexdigest()
@@ -130,14 +134,18 @@ class Layout:
         return tuple(ranges for ranges in groups if ranges)
 
     def _ranges(self, runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        ranges = sorted((offsets[first], offsets[last]) for offsets in self.slices for first, last in runs)
-        merged: list[tuple[int, int]] = []
-        for start, stop in ranges:
-            if start == stop:
-                continue
-            begin = merged.pop()[0] if merged and merged[-1][1] == start else start
-            merged.append((begin, stop))
-        return tuple(merged)
+        return tuple(joined_ranges((offsets[first], offsets[last]) for offsets in self.slices for first, last in runs))
+
+
+def joined_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges [start, stop) in order, those that meet or overlap as one, and none that is empty."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        elif start < stop:
+            joined.append((start, stop))
+    return joined
 
 
 def _check_sizes(num_elements: int, slice_elements: int) -> None:

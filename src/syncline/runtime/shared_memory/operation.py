@@ -11,7 +11,7 @@ from functools import partial
 from itertools import groupby
 from typing import TypeAlias
 
-from syncline.runtime.call import CollectiveCall, Describer
+from syncline.runtime.call import CollectiveCall
 from syncline.runtime.reduction import Reduction
 from syncline.schedule import Collective, Layout, Schedule, Transfer
 
@@ -213,7 +213,6 @@ class Parts:
         self._rank = rank
         self._payload_bytes = payload_bytes
         self._max_parts = max_parts
-        self._describer = Describer(max_parts)
         self._parts: dict[_Key, Part] = {}
 
     def of(self, call: CollectiveCall) -> Part | None:
@@ -231,7 +230,7 @@ class Parts:
             return None
         if len(self._parts) >= self._max_parts:
             self._parts.clear()
-        signature = self._describer.describe(call).signature
+        signature = call.describe().signature
         part = Part(schedule=call.schedule, layout=call.layout, signature=signature, operation=operation)
         self._parts[key] = part  # keeping schedule and layout keeps their ids from being used again
         return part
