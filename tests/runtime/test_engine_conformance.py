@@ -7,7 +7,7 @@ from schedule_oracle import promised, random_topology, replay
 from syncline.runtime import CollectiveCall, numpy_reduction
 from syncline.runtime.reduction import DTYPES
 from syncline.schedule import PLANNERS, UNOWNED, Collective, Draft, Layout, Transfer, Transfers, plan_tree, verify
-from syncline.schedule.replicas import find_replicas, split_in_replicas
+from syncline.schedule.replicas import draft_in_replicas, find_replicas
 from syncline.topology import Topology
 
 
@@ -86,7 +86,7 @@ def test_every_planner_on_random_trees(anywhere, planner, seed):
 def test_parts_of_an_all_reduce_with_replicas(anywhere, part, seed):
     topology = random_topology(seed)
     replicas = find_replicas(topology, 1 + seed % 2)
-    schedule = split_in_replicas(plan_tree(topology, Collective.ALL_REDUCE), replicas)[part]
+    schedule = verify(draft_in_replicas(plan_tree(topology, Collective.ALL_REDUCE).draft, replicas)[part])
     layout = Layout.build(schedule, [0, 7, 6001][seed % 3], 500)
     check_against_oracle(anywhere, topology, schedule, layout, "float32", seed, alike=part == 1)
 

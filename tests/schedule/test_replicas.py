@@ -26,7 +26,7 @@ from syncline.schedule import (
     split,
     verify,
 )
-from syncline.schedule.replicas import find_parties, find_replicas, levels_of, split_in_replicas
+from syncline.schedule.replicas import draft_in_replicas, find_parties, find_replicas, levels_of
 from syncline.schedule.replicated_step import choose_replicas, draft_replicas
 from syncline.schedule.step_candidates import draft_sharded_steps
 from syncline.topology import DirectedLink, Topology
@@ -34,6 +34,11 @@ from syncline.topology.document import shipped_names
 
 RACKS = Topology.load("two-racks-5-3")
 DEEP = Topology.load("deep-asymmetric")
+
+
+def split_in_replicas(whole, replicas):
+    first, second = draft_in_replicas(whole.draft, replicas)
+    return verify(first), verify(second)
 
 
 def parts_of(topology, replicate, plan=plan_tree):

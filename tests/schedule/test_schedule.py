@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -25,9 +25,12 @@ from syncline.topology import Topology
 
 
 def test_only_the_verifier_makes_schedules():
-    draft = plan_tree(Topology.flat(2), Collective.ALL_REDUCE).draft
+    schedule = plan_tree(Topology.flat(2), Collective.ALL_REDUCE)
+    claim = {field.name: getattr(schedule, field.name) for field in fields(schedule.draft)}
     with pytest.raises(ScheduleError, match=r"made by syncline.schedule.verify\(draft\) alone"):
-        Schedule(draft=draft, digest="", proved="", token=object())
+        Schedule(**claim, digest="", proved="", token=object())
+    with pytest.raises(ValueError, match="token"):
+        replace(schedule, transfers=schedule.transfers.shifted(1))
 
 
 def test_digest_says_what_is_done_and_not_who_planned_it():

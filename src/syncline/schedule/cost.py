@@ -42,7 +42,6 @@ from syncline.arguments import Bounds, Count, Share, check_fields, checked
 from syncline.errors import ScheduleError
 from syncline.schedule.draft import Collective, Draft
 from syncline.schedule.outline import Outline
-from syncline.schedule.schedule import Schedule
 from syncline.schedule.traffic import Floats, LinkTable, StepTraffic, shares, traffic_of
 from syncline.topology import DirectedLink, Link, Topology
 from syncline.topology.tree import relinked
@@ -165,7 +164,7 @@ def fastest(candidates: Iterable[tuple[T, Predicted]]) -> T:
 
 @checked
 def predict(
-    schedule: Schedule | Draft | Outline,
+    schedule: Draft | Outline,
     topology: Topology,
     num_bytes: int,
     slice_bytes: int = DEFAULT_SLICE_BYTES,
@@ -188,21 +187,20 @@ def predict(
     >>> round(predict(plan_ring(topology, Collective.ALL_REDUCE), topology, 1_000_000).time_s, 1)
     1.0
     """
-    draft = schedule.draft if isinstance(schedule, Schedule) else schedule
-    _check(draft, topology, num_bytes, min(slice_bytes, first_slice_bytes or slice_bytes))
+    _check(schedule, topology, num_bytes, min(slice_bytes, first_slice_bytes or slice_bytes))
     num_slices = max(1, -(-num_bytes // slice_bytes))
     even_bytes = num_bytes / num_slices
     first_bytes = min(first_slice_bytes or even_bytes, even_bytes)
     table, model = LinkTable.of(topology), cost or CostModel()
-    beginnings_s = model.call_overhead_s * max(1.0, draft.num_ranks / model.num_processors)
-    is_sum = draft.collective.adds
+    beginnings_s = model.call_overhead_s * max(1.0, schedule.num_ranks / model.num_processors)
+    is_sum = schedule.collective.adds
     other_s = 0.0 if is_sum else model.call_overhead_s / num_slices
     if in_windows is None:
-        in_windows = draft.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
-    steps = list(_traffic(draft, table, num_slices if in_windows else None))
-    pipeline = _Pipeline(steps, draft.num_ranks, table, even_bytes, model, other_s=other_s)
+        in_windows = schedule.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
+    steps = list(_traffic(schedule, table, num_slices if in_windows else None))
+    pipeline = _Pipeline(steps, schedule.num_ranks, table, even_bytes, model, other_s=other_s)
     part = first_bytes / even_bytes if even_bytes else 1.0
-    first = pipeline if part == 1 else _Pipeline(steps, draft.num_ranks, table, first_bytes, model)
+    first = pipeline if part == 1 else _Pipeline(steps, schedule.num_ranks, table, first_bytes, model)
     first_slice_s = (beginnings_s if is_sum else model.call_overhead_s) + _fill(first, pipeline, part)
     return Prediction(
         time_s=first_slice_s + (num_slices - part) * pipeline.period_s,

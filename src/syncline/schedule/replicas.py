@@ -24,9 +24,8 @@ import numpy as np
 
 from syncline.errors import ScheduleError, TopologyError
 from syncline.schedule.draft import Collective, Draft
-from syncline.schedule.schedule import Schedule
 from syncline.schedule.transfers import IntArray, Transfers
-from syncline.schedule.verifier import split_at_owners, verify
+from syncline.schedule.verifier import split_at_owners
 from syncline.topology import Host, Node, Topology
 from syncline.topology.tree import ranks_below
 
@@ -85,7 +84,7 @@ def find_parties(topology: Topology, parties: Replicate | None) -> Replicas:
     return find_replicas(topology, parties)
 
 
-def split_in_replicas(schedule: Schedule, replicas: Sequence[Sequence[int]]) -> tuple[Schedule, Schedule]:
+def draft_in_replicas(whole: Draft, replicas: Sequence[Sequence[int]]) -> tuple[Draft, Draft]:
     """Split an all-reduce in a reduce-scatter to an owner in each replica, and an all-gather inside each replica.
 
     One replica is :func:`split`. Both have the same cuts and owners (int32, [replicas, atoms]). Raises
@@ -94,18 +93,12 @@ def split_in_replicas(schedule: Schedule, replicas: Sequence[Sequence[int]]) -> 
 
     >>> topology = Topology.load("two-racks-5-3")
     >>> whole = plan_tree(topology, Collective.ALL_REDUCE)
-    >>> first, second = split_in_replicas(whole, find_replicas(topology, 1))
+    >>> first, second = map(verify, draft_in_replicas(whole.draft, find_replicas(topology, 1)))
     >>> [first.link_bytes(topology, 960)[link] for link in topology.route(0, 7)[2:4]]  # up rack-a, down rack-b
     [960, 960]
     >>> [second.link_bytes(topology, 960)[link] for link in topology.route(0, 7)[2:4]]
     [0, 0]
     """
-    first, second = draft_in_replicas(schedule.draft, replicas)
-    return verify(first), verify(second)
-
-
-def draft_in_replicas(whole: Draft, replicas: Sequence[Sequence[int]]) -> tuple[Draft, Draft]:
-    """Split as :func:`split_in_replicas`, without a proof."""
     halves = split_at_owners(whole)
     if halves is None:
         raise ScheduleError(

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import InitVar, dataclass, field, fields
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from syncline.errors import ScheduleError
 from syncline.schedule.draft import Collective, Draft
-from syncline.schedule.transfers import BoolArray, IntArray, Transfers
+from syncline.schedule.transfers import BoolArray, Transfers
 from syncline.topology import DirectedLink, Topology
 
 _PROOF_TOKEN = object()
@@ -23,8 +23,8 @@ _PROOF_TOKEN = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Schedule:
-    """Which rank sends which range to whom, in which step, and what is added where.
+class Schedule(Draft):
+    """A draft that was proved: which rank sends which range to whom, in which step, and what is added where.
 
     Semantics of a step at a rank: (1) sends read the buffer as it is after all receives of earlier steps; (2) receives
     that add are added in rank order of their sources, the own value at its own place; (3) other receives overwrite.
@@ -37,15 +37,15 @@ class Schedule:
     (8, 4, 80)
     """
 
-    draft: Draft
     digest: str
     proved: str
-    token: object = field(repr=False)
+    token: InitVar[object]
     _programs: dict[int, RankProgram] = field(default_factory=dict, repr=False)
 
-    def __post_init__(self) -> None:
-        if self.token is not _PROOF_TOKEN:
+    def __post_init__(self, token: object) -> None:
+        if token is not _PROOF_TOKEN:
             raise ScheduleError("a schedule is made by syncline.schedule.verify(draft) alone; pass it the draft")
+        Draft.__post_init__(self)
 
     def __repr__(self) -> str:
         return (
@@ -54,54 +54,9 @@ class Schedule:
         )
 
     @property
-    def collective(self) -> Collective:
-        """What it brings about."""
-        return self.draft.collective
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks that take part."""
-        return self.draft.num_ranks
-
-    @property
-    def cuts(self) -> tuple[int, ...]:
-        """The cuts 0 = c_0 < ... < c_m = denominator."""
-        return self.draft.cuts
-
-    @property
-    def denominator(self) -> int:
-        """What the cuts are counted in."""
-        return self.draft.denominator
-
-    @property
-    def num_atoms(self) -> int:
-        """Number of atoms, m."""
-        return self.draft.num_atoms
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps."""
-        return self.draft.num_steps
-
-    @property
-    def transfers(self) -> Transfers:
-        """All transfers, in columns."""
-        return self.draft.transfers
-
-    @property
-    def owners(self) -> IntArray:
-        """The rank that owns each atom in each replica, or -1 (int32, [replicas, atoms])."""
-        return self.draft.owners
-
-    @property
-    def planner(self) -> str:
-        """Which planner drew it."""
-        return self.draft.planner
-
-    @property
-    def root(self) -> int:
-        """Where a broadcast begins."""
-        return self.draft.root
+    def draft(self) -> Draft:
+        """What was proved, as a claim that can be changed."""
+        return Draft(**_columns(self))
 
     def program(self, rank: int) -> RankProgram:
         """Return what ``rank`` does, phase by phase (cached); :class:`ScheduleError` if there is no such rank."""
@@ -136,7 +91,7 @@ class Schedule:
         """Return the bytes that cross each directed link when ``num_bytes`` go through as one slice of bytes."""
         from syncline.schedule.traffic import link_bytes
 
-        return link_bytes(self.draft, topology, num_bytes)
+        return link_bytes(self, topology, num_bytes)
 
 
 def _runs(held: BoolArray) -> tuple[tuple[int, int], ...]:
@@ -164,7 +119,11 @@ def digest_of(draft: Draft) -> str:
 
 def prove(draft: Draft, statement: str) -> Schedule:
     """Turn a draft into a schedule. For the verifier alone, which has just proved ``statement``."""
-    return Schedule(draft=draft, digest=digest_of(draft), proved=statement, token=_PROOF_TOKEN)
+    return Schedule(**_columns(draft), digest=digest_of(draft), proved=statement, token=_PROOF_TOKEN)
+
+
+def _columns(draft: Draft) -> dict[str, Any]:
+    return {column.name: getattr(draft, column.name) for column in fields(Draft)}
 
 
 class Send(NamedTuple):

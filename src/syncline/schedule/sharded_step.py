@@ -61,12 +61,12 @@ class ShardedStep:
     @property
     def shares(self) -> tuple[float, ...]:
         """The part of the data that each rank owns; they sum to 1."""
-        return self.reduce_scatter.draft.shares
+        return self.reduce_scatter.shares
 
     @property
     def spare_shares(self) -> tuple[float, ...]:
         """The part of the data that each rank is the spare of; they sum to 1, or are 0 where there are none."""
-        return spare_shares(self.reduce_scatter.draft)
+        return spare_shares(self.reduce_scatter)
 
 
 @checked
@@ -132,7 +132,7 @@ def predict_sharded_step(
     >>> round(predict_sharded_step(step, topology, 16 << 20).time_s / sharded_step_bound(topology, 16 << 20), 1)
     1.1
     """
-    return predict_pair((step.reduce_scatter.draft, step.all_gather.draft), topology, num_bytes, slice_bytes, cost)
+    return predict_pair((step.reduce_scatter, step.all_gather), topology, num_bytes, slice_bytes, cost)
 
 
 @checked
@@ -164,7 +164,7 @@ def layout_of_step(step: ShardedStep, num_elements: int, slice_elements: int) ->
     ((0, 2, 5), (5, 7, 10))
     """
     num_slices = max(1, -(-num_elements // slice_elements)) if slice_elements > 0 else 1
-    pair = (step.reduce_scatter.draft, step.all_gather.draft)
+    pair = (step.reduce_scatter, step.all_gather)
     build = Layout.contiguous if is_in_windows(pair, num_slices) else Layout.build
     return build(step.reduce_scatter, num_elements, slice_elements)
 
