@@ -14,7 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
+
+from syncline.schedule.layout import joined_ranges
 
 Places = list[tuple[int, int]]
 """Half-open ranges, sorted, that neither overlap nor touch."""
@@ -64,11 +67,11 @@ class SampleDivision:
         while self._end < end and self._give_batch():
             pass
         for number in [number for number in self.batches if number >= end]:
-            self.left = joined_places([self.left, *self.batches.pop(number).values()])
+            self.left = joined_ranges(chain(self.left, *self.batches.pop(number).values()))
         is_closed = has_ended and not self.batches and not self._can_give()
         known = [*self.newest, *self.batches.values()]
         returned = [part for parts in known for member, part in parts.items() if member not in numbers]
-        self.left = [] if is_closed else joined_places([self.left, *returned])
+        self.left = [] if is_closed else joined_ranges(chain(self.left, *returned))
         for parts in known:
             kept = {numbers[member]: part for member, part in parts.items() if member in numbers}
             parts.clear()
@@ -79,7 +82,7 @@ class SampleDivision:
 
     def remaining(self) -> Places:
         """Return what no step that is made has used, whoever has drawn it."""
-        return joined_places([self.left, *(part for parts in self.batches.values() for part in parts.values())])
+        return joined_ranges(chain(self.left, *(part for parts in self.batches.values() for part in parts.values())))
 
     def state(self) -> dict[str, Any]:
         """Return everything but who made the newest step, in numbers and lists, as JSON has them."""
@@ -130,7 +133,7 @@ class SampleDivision:
         return True
 
     def _give_to_joined(self, parts: dict[int, Places], joined: Iterable[int]) -> None:
-        whole = joined_places(parts.values())
+        whole = joined_ranges(chain(*parts.values()))
         for member in joined:
             part = self._take(self.shares[member])
             if not part and not self.is_uneven:
@@ -178,17 +181,6 @@ def split_places(places: Sequence[tuple[int, int]], count: int) -> tuple[Places,
         taken.append((start, stop))
         count -= stop - start
     return taken, []
-
-
-def joined_places(parts: Iterable[Sequence[tuple[int, int]]]) -> Places:
-    """Return the union of ``parts``."""
-    joined: Places = []
-    for start, stop in sorted(one for part in parts for one in part):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
-        else:
-            joined.append((start, stop))
-    return joined
 
 
 def count_places(places: Collection[tuple[int, int]]) -> int:

@@ -18,6 +18,7 @@ from syncline.members import Epoch
 from syncline.members.agreement import Agreement, Effect, Go, Interrupt, Loss, Report, Stop, Tell
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
+from syncline.schedule.layout import joined_ranges
 
 ROUNDS = 4
 """So many times the time of a collective, at most, until all agree: ranks may be lost one after another."""
@@ -63,7 +64,7 @@ class Regroup:
 
         What still comes in the streams that are ``over`` is dropped, and counted.
         """
-        self._port.call_soon(self._enter, communicator, _joined(over))
+        self._port.call_soon(self._enter, communicator, over)
 
     def expect_leave(self, rank: int) -> None:
         """Take note that all members know that ``rank`` leaves at the end of this step.
@@ -112,7 +113,7 @@ class Regroup:
 
     def _enter(self, communicator: Communicator, over: Sequence[range]) -> None:
         self._watch(communicator)
-        self._port.drop_streams(over)
+        self._port.drop_streams([range(*each) for each in joined_ranges((one.start, one.stop) for one in over)])
         if self._interrupt is not None:
             self._end_calls(self._interrupt)
 
@@ -171,17 +172,6 @@ class Regroup:
     def _expire(self) -> None:
         self._start_timer()
         self._do(self._machine.expire())
-
-
-def _joined(ranges: Sequence[range]) -> list[range]:
-    """Return neighbouring ranges as one."""
-    joined: list[range] = []
-    for each in sorted(ranges, key=lambda one: one.start):
-        if joined and joined[-1].stop >= each.start:
-            joined[-1] = range(joined[-1].start, max(joined[-1].stop, each.stop))
-        elif each:
-            joined.append(each)
-    return joined
 
 
 _HEAD = struct.Struct("<IIHH")

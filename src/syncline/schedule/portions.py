@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from syncline.schedule.bound import Branch, bisect_time, branch_of, condensed, with_finite_rates
 from syncline.schedule.draft import Collective
+from syncline.schedule.in_trees import weights_of_shares
 from syncline.schedule.ownership import Fractions
 from syncline.topology import Node, Topology
 
@@ -168,7 +169,6 @@ def _proportional(lows: list[float]) -> list[float]:
     return [low / sum(bounded) for low in bounded]
 
 
-_RESOLUTION = 1 << 14
 _NUM_BISECTIONS = 24
 
 
@@ -183,7 +183,8 @@ def best_fractions(topology: Topology, collective: Collective) -> Fractions:
     start = 1 / max(branch.up for branch in tree.walk() if not branch.is_whole)
     _, seconds = bisect_time(lambda time: divide(tree, time) is not None, start, num_bisections=_NUM_BISECTIONS)
     fractions = divide(tree, seconds) or {}
-    uneven = {name: weights for name, parts in fractions.items() if len(set(weights := _weights(parts))) > 1}
+    weights = {name: weights_of_shares(parts, [1.0] * len(parts)) for name, parts in fractions.items()}
+    uneven = {name: each for name, each in weights.items() if len(set(each)) > 1}
     return dict(_of_all(topology.root, tree, uneven))
 
 
@@ -193,18 +194,6 @@ def _of_all(node: Node, branch: Branch, weights: Fractions) -> Iterator[tuple[st
         yield node.name, weights[branch.name]
     for child, below in zip(node.children, branch.all_children, strict=True):
         yield from _of_all(child, below, weights)
-
-
-def _weights(parts: Sequence[float]) -> list[int]:
-    """Round fractions to integers that sum to the resolution, each off by less than one."""
-    scaled = [part * _RESOLUTION for part in parts]
-    weights = [math.floor(part + ROUNDING) for part in scaled]
-    if max(scaled) - min(scaled) < 1:
-        return [1] * len(parts)
-    by_remainder = sorted(range(len(parts)), key=lambda child: weights[child] - scaled[child])
-    for child in by_remainder[: _RESOLUTION - sum(weights)]:
-        weights[child] += 1
-    return weights
 
 
 # Water-filling: numbers within given ranges that sum to 1 and are as near to given proportions as can be.

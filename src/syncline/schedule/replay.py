@@ -11,13 +11,13 @@ expanded into index arrays and moved together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from syncline.schedule.draft import After, Before, Draft
+from syncline.schedule.traffic import steps_of
 from syncline.schedule.transfers import Transfers
 
 Words = npt.NDArray[np.uint64]
@@ -92,8 +92,8 @@ class _Block:
 
     def replay(self) -> Suspect | None:
         """Run all steps; stop at a read of something that was never written."""
-        for first_row, last_row in _steps(self._rows):
-            rows = np.arange(first_row, last_row)
+        for step in steps_of(self._rows):
+            rows = np.arange(step.start, step.stop)
             long = self._rows.last[rows] - self._rows.first[rows] > _LONG_ATOMS
             suspect = self._move(rows[~long], rows[long])
             if suspect is not None:
@@ -160,19 +160,8 @@ class _Block:
 def _clip(rows: Transfers, low: int, high: int) -> Transfers:
     inside = (rows.first < high) & (rows.last > low)
     picked = rows if inside.all() else rows.take(inside)
-    return Transfers(
-        step=picked.step,
-        src=picked.src,
-        dst=picked.dst,
-        first=np.maximum(picked.first, low) - np.int32(low),
-        last=np.minimum(picked.last, high) - np.int32(low),
-        add=picked.add,
-    )
-
-
-def _steps(rows: Transfers) -> Iterator[tuple[int, int]]:
-    starts = np.flatnonzero(np.diff(rows.step, prepend=-1)).tolist()
-    return zip(starts, [*starts[1:], len(rows)][: len(starts)], strict=True)
+    first, last = (np.clip(ends, low, high) - np.int32(low) for ends in (picked.first, picked.last))
+    return replace(picked, first=first, last=last)
 
 
 def _expand(starts: _Index, lengths: _Index) -> _Index:
