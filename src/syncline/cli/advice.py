@@ -12,11 +12,10 @@ Left out: processors that are shared or busy, latency that the topology does not
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any
 
 import typer
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from syncline.cli.commands import new_app
-from syncline.cli.plan import compare_planners
+from syncline.cli.plan import answer, compare_planners
 from syncline.cli.step_plan import plan_replicas
 from syncline.errors import ConfigurationError
 from syncline.priorities.forward_timing import (
@@ -41,7 +40,8 @@ from syncline.schedule import Collective, CostModel, Prediction, lower_bound, wi
 from syncline.schedule.cost import StepPrediction, predicted_slice_bytes
 from syncline.schedule.replicas import find_parties
 from syncline.schedule.step_candidates import compare_caps, draft_sharded_steps
-from syncline.topology import DirectedLink, Host, Node, Switch, Topology
+from syncline.topology import DirectedLink, Host, Topology
+from syncline.topology.tree import relinked
 from syncline.units import format_duration, format_rate, format_size, parse_duration
 
 ADAM_COPIES = 2
@@ -57,7 +57,6 @@ _CAPS: Mapping[float | None, str] = {1.25: "1.25", 2.0: "2", None: '"fastest"'}
 _STEP_PER_FORWARD = 1 + BACKWARD_PER_FORWARD
 _SHORTEST_S = 1e-9
 app = new_app()
-MAX_WIDTH = 100
 LONGEST_LINE, LINK_WIDTH = 29, 10
 """Of a rule's name, and what a link needs at least, so that all fits into 80 columns."""
 
@@ -238,8 +237,13 @@ class Advice:
         best, now = self.best, f"in place of {format_duration(self.best.step_s)}"
         if best.link is not None:
             node, rate = self.topology.node(best.link.child), 2 * self.topology.bytes_per_s(best.link)
-            others = sum(_is_alike(each, node) for each in self.topology.walk()) - 1
-            root = _with_twice_as_fast(self.topology.root, node)
+            assert node.link is not None, "it is the busiest"
+            link = replace(
+                node.link, up_bytes_per_s=2 * node.link.up_bytes_per_s, down_bytes_per_s=2 * node.link.down_bytes_per_s
+            )
+            alike = [each for each in self.topology.walk() if each.link == node.link and type(each) is type(node)]
+            others = len(alike) - 1
+            root = relinked(self.topology.root, {each.name: link for each in alike})
             faster = replace(self, topology=replace(self.topology, root=root)).best
             yield (
                 best.step_s / faster.step_s - 1,
@@ -363,20 +367,6 @@ def _moved(
     )
 
 
-def _is_alike(one: Node, other: Node) -> bool:
-    return one.link == other.link and type(one) is type(other)
-
-
-def _with_twice_as_fast(node: Any, slow: Node) -> Any:
-    """Return a tree in which that link, and all of its rates at such nodes, have twice the rates."""
-    if _is_alike(node, slow):
-        up, down = 2 * node.link.up_bytes_per_s, 2 * node.link.down_bytes_per_s
-        node = replace(node, link=replace(node.link, up_bytes_per_s=up, down_bytes_per_s=down))
-    if not isinstance(node, Switch):
-        return node  # what is inside of hosts stays
-    return replace(node, children=tuple(_with_twice_as_fast(child, slow) for child in node.children))
-
-
 @app.command()
 def advise(
     topology: Annotated[str, typer.Argument(metavar="TOPOLOGY", help="A topology file, or a shipped one's name.")],
@@ -414,10 +404,7 @@ def advise(
             "one of several ranks, with rates, or measure it with `syncline topology measure`"
         )
     advice = _measure(network, model, compute_s)
-    if as_json:
-        print(json.dumps(advice.to_json(batch), indent=2))
-    else:
-        show(advice, batch, Console(highlight=False))
+    answer(advice.to_json(batch), partial(show, advice, batch), as_json=as_json)
 
 
 def _measure(network: Topology, model: str, compute_s: float | None) -> Advice:
@@ -435,7 +422,6 @@ def _measure(network: Topology, model: str, compute_s: float | None) -> Advice:
 
 def show(advice: Advice, batch: int | None, console: Console) -> None:
     """Print the rules, and what would help."""
-    console.width = min(console.width, MAX_WIDTH)
     console.print(
         f"{format_size(sum(advice.num_bytes))} of parameters in {len(advice.num_bytes)} buckets, "
         f"{advice.topology.num_ranks} ranks; a step computes for {format_duration(advice.compute_s)}\n"

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from syncline.bench.rows import COMPUTE_ALONE, Row
@@ -22,13 +21,12 @@ from syncline.cli.commands import new_app
 from syncline.cli.launcher.launch import Request, launch
 from syncline.demo import CHECKPOINT, DEFAULT_STEPS, NUM_SEQUENCES, Update
 from syncline.errors import CheckpointError, ConfigurationError, LabError
-from syncline.report.terminal import new_table
+from syncline.report.terminal import new_console, new_table
 from syncline.topology import Topology
 from syncline.units import format_size
 
 DEMO_TOPOLOGY = "demo-1-3"
 DEMO_RANKS = 4
-MAX_WIDTH = 100
 COMPARED = {Update.SHARDED: "Syncline Sharded", Update.ALLREDUCE: "Syncline AllReduce"}
 """Rules that take DDP's steps, so that steps per second tell all."""
 COMPARED_STEPS = 4
@@ -134,8 +132,7 @@ def choose_network(topology: str | None, num_ranks: int | None) -> tuple[str | N
 
 def explain(topology: str | None, num_ranks: int | None, update: Update, output: Path) -> None:
     """Say what is about to happen."""
-    console = Console(highlight=False)
-    console.width = min(console.width, MAX_WIDTH)
+    console = new_console()
     network = Topology.load(topology) if topology else Topology.flat(num_ranks or DEMO_RANKS)
     console.print(
         f"[bold]Syncline's demo[/]: {network.num_ranks} processes on this machine train one GPT, byte by byte, on the "
@@ -155,8 +152,7 @@ def compare(network: Topology, method: str, *, pace: Pace = COMPARED_PACE) -> No
     """
     if not network.has_rates:
         return
-    console = Console(highlight=False)
-    console.width = min(console.width, MAX_WIDTH)
+    console = new_console()
     if os.geteuid() != 0:
         command = f"sudo {shlex.quote(sys.argv[0])} demo"
         console.print(

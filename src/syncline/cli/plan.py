@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from enum import StrEnum
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -41,7 +41,7 @@ from syncline.priorities.forward_timing import (
 )
 from syncline.priorities.settings import Priorities
 from syncline.report import format_rates, network_links
-from syncline.report.terminal import new_table
+from syncline.report.terminal import new_console, new_table
 from syncline.schedule import Collective, Prediction, Schedule, lower_bound, predict, with_gateways_chosen
 from syncline.schedule.cost import fastest, predicted_slice_bytes
 from syncline.schedule.outline import Outline
@@ -51,7 +51,6 @@ from syncline.topology import DirectedLink, Direction, Link, Topology
 from syncline.units import format_duration, format_rate, format_size, parse_size
 
 MIB = 1 << 20
-MAX_WIDTH = 100
 MAX_ROWS = 48
 """Of the tree and of the table of links; --json has everything."""
 
@@ -172,32 +171,19 @@ def _result_json(result: PlannerResult) -> dict[str, Any]:
     }
 
 
-class CollectiveName(StrEnum):
-    """The choices of ``--collective``."""
-
-    ALL_REDUCE = "all_reduce"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_GATHER = "all_gather"
-    BROADCAST = "broadcast"
-    SHARDED_STEP = "sharded_step"
-
-
-class TargetName(StrEnum):
-    """The choices of ``--target``."""
-
-    BALANCED = "balanced"
-    RANK_ORDER = "rank_order"
+SHARDED_STEP = "sharded_step"
+CollectiveName = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "sharded_step"]
 
 
 @app.command()
 def plan(
     topology: Annotated[str, typer.Argument(metavar="TOPOLOGY", help="A topology file, or a shipped one's name.")],
     *,
-    collective: Annotated[CollectiveName, typer.Option(help="What is to be achieved.")] = CollectiveName.ALL_REDUCE,
+    collective: Annotated[CollectiveName, typer.Option(help="What is to be achieved.")] = "all_reduce",
     size: Annotated[str, typer.Option("--bytes", metavar="SIZE", help="Size of the buffer.")] = "64MiB",
     target: Annotated[
-        TargetName, typer.Option(help="Who owns what in between: as the tree has it, or equal parts by rank.")
-    ] = TargetName.BALANCED,
+        Target, typer.Option(help="Who owns what in between: as the tree has it, or equal parts by rank.")
+    ] = "balanced",
     root: Annotated[int, typer.Option(metavar="RANK", help="Who holds the data of a broadcast.")] = 0,
     portions: Annotated[str, typer.Option(metavar="balanced|fastest|CAP", help=PORTIONS_HELP)] = "balanced",
     spares: Annotated[
@@ -229,17 +215,21 @@ def plan(
     if model is not None:
         _plan_model(network, model, as_json=as_json)
         return
-    if collective is CollectiveName.SHARDED_STEP:
+    if collective == SHARDED_STEP:
         _plan_step(network, parse_size(size), portions, spares, replicate, as_json=as_json)
         return
     with _planning(network):
-        comparison = compare_planners(
-            network, Collective[collective.name], parse_size(size), target=target.value, root=root
-        )
+        planned = Collective[collective.upper()]
+        comparison = compare_planners(network, planned, parse_size(size), target=target, root=root)
+    answer(comparison.to_json(), partial(show, comparison), as_json=as_json)
+
+
+def answer(told: Mapping[str, Any], show: Callable[[Console], None], *, as_json: bool) -> None:
+    """Print what was found: ``told`` for programs, or for people what ``show`` makes of it."""
     if as_json:
-        print(json.dumps(comparison.to_json(), indent=2))
+        print(json.dumps(told, indent=2))
     else:
-        show(comparison, Console(highlight=False))
+        show(new_console())
 
 
 def _planning(topology: Topology) -> AbstractContextManager[None]:
@@ -257,12 +247,11 @@ def _plan_step(
             if replicate is None
             else plan_replicas(topology, num_bytes, parse_replicate(replicate), parse_portions(portions))
         )
-    if as_json:
-        print(json.dumps(found.to_json(), indent=2))
-        return
-    console = Console(highlight=False)
-    console.width = min(console.width, MAX_WIDTH)
-    _show_tree(topology, console)
+    answer(found.to_json(), partial(_show_step_plan, found), as_json=as_json)
+
+
+def _show_step_plan(found: StepPlan | ReplicaPlan, console: Console) -> None:
+    _show_tree(found.topology, console)
     if isinstance(found, StepPlan):
         show_step(found, console)
     else:
@@ -275,17 +264,11 @@ def _plan_model(topology: Topology, model: str, *, as_json: bool) -> None:
     with _planning(topology):
         profile = measure_model(model)
         found = plan_classes(topology, profile.names, profile.num_bytes, profile.forward_s)
-    if as_json:
-        print(json.dumps(found.to_json(), indent=2))
-    else:
-        console = Console(highlight=False)
-        console.width = min(console.width, MAX_WIDTH)
-        show_classes(found, console)
+    answer(asdict(found), partial(show_classes, found), as_json=as_json)
 
 
 def show(comparison: Comparison, console: Console) -> None:
     """Print the tree, the planners and the links."""
-    console.width = min(console.width, MAX_WIDTH)
     _show_tree(comparison.topology, console)
     limit = f"nothing can take less than [bold]{format_duration(comparison.bound_s)}[/]"
     console.print(
@@ -376,10 +359,6 @@ class ClassPlan:
     chosen: ForwardPrediction
     times_s: dict[str, float]
     """The forward pass with one class, equal and geometric proportions, and as searched."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures for programs."""
-        return asdict(self)
 
 
 def plan_classes(

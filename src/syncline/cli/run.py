@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass, fields
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,13 +17,6 @@ from syncline.cli.launcher.supervisor import Limits, RestartLimits
 from syncline.errors import ConfigurationError
 
 app = new_app()
-
-
-class Wish(StrEnum):
-    """The choices of ``--on-preemption``."""
-
-    LEAVE = "leave"
-    CHECKPOINT = "checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +81,7 @@ class _JobOptions:
         ),
     ] = None
     on_preemption: Annotated[
-        Wish | None,
+        Literal["leave", "checkpoint"] | None,
         typer.Option(
             help="What ranks do when they, or this command, get SIGTERM or SIGUSR2 (25 s): leave an elastic job, or "
             "save.",

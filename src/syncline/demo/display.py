@@ -21,6 +21,7 @@ from torch import nn
 import syncline
 from syncline.demo.gpt import GPT, sample
 from syncline.report import draw_line_plot, link_table
+from syncline.report.terminal import new_console
 from syncline.schedule import Collective, plan_ring
 from syncline.schedule.traffic import link_bytes
 from syncline.topology import DirectedLink, Direction, Topology
@@ -30,7 +31,6 @@ PROMPT = b"    def __init__(self"
 NUM_SAMPLED_BYTES = 260
 TEMPERATURE = 0.7
 SAMPLE_SEED = 2
-MAX_WIDTH = 100
 NUM_LAST_LOSSES = 5
 
 
@@ -185,8 +185,7 @@ def _ring_link_bytes(topology: Topology, num_bytes: int, num_steps: int) -> dict
 
 def show_closing(closing: Closing, topology: Topology, model: GPT, checkpoint: Path) -> None:
     """Print everything; rank 0 does."""
-    console = Console(highlight=False)
-    console.width = min(console.width, MAX_WIDTH)
+    console = new_console()
     _show_curve(console, closing)
     ring_bytes = _ring_link_bytes(topology, 4 * model.num_parameters, closing.num_steps)
     title = "Bytes per link in this run, all ranks together, and what DDP would have put there"

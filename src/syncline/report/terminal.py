@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from syncline.topology import DirectedLink, Link, Node, Rank, Socket, Topology
 from syncline.units import format_rate, format_size
 
+MAX_WIDTH = 100
 BRAILLE_BLANK = 0x2800
 # The bit of each dot, by column (left, right) and row (top to bottom).
 DOT_BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
@@ -102,6 +104,13 @@ def _busy_s(name: str, link: Link, amounts: Mapping[DirectedLink, int]) -> float
     up_s = amounts.get(DirectedLink(name, "up"), 0) / link.up_bytes_per_s
     down_s = amounts.get(DirectedLink(name, "down"), 0) / link.down_bytes_per_s
     return max(up_s, down_s)
+
+
+def new_console() -> Console:
+    """Return a console for what commands tell people, no wider than what is read with ease."""
+    console = Console(highlight=False)
+    console.width = min(console.width, MAX_WIDTH)
+    return console
 
 
 def new_table(*headings: str, num_texts: int = 1, no_wrap: bool = False, **settings: Any) -> Table:
