@@ -11,7 +11,7 @@ from typing import Any
 from syncline.errors import TopologyError, name_ranks
 from syncline.topology import Topology
 from syncline.topology.host_matching import plain_name, same_host
-from syncline.topology.tree import Host, Link, Node, Rank, Switch
+from syncline.topology.tree import Host, Link, Node, Rank, Switch, with_children
 
 Address = tuple[str, int]
 Flags = tuple[int, int]
@@ -290,9 +290,7 @@ def _with_child(node: Node, name: str, child: Rank) -> Node:
     children = tuple(_with_child(below, name, child) for below in node.children)
     if node.name == name:
         children = (*children, child)
-    if isinstance(node, Host):
-        return node.with_children(children)  # type: ignore[arg-type]
-    return replace(node, children=children)  # type: ignore[arg-type]
+    return with_children(node, children)
 
 
 def _topology(known: Topology, root: Node) -> Topology:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -39,8 +39,8 @@ from syncline.schedule.ownership import (
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.transfers import Transfers
 from syncline.schedule.verifier import verify
-from syncline.topology import Host, Node, Socket, Switch, Topology
-from syncline.topology.tree import ranks_below
+from syncline.topology import Node, Rank, Topology
+from syncline.topology.tree import ranks_below, with_children
 
 
 @checked
@@ -199,15 +199,9 @@ def _without(parent: Node, branch: Node, fractions: Fractions) -> _Level:
     weights = [weight for child, weight in zip(parent.children, given, strict=True) if child is not branch]
     if any(weights):
         rest[parent.name] = weights
-    return _Level(others=_prune(parent, branch), fractions=rest)
-
-
-def _prune(parent: Node, branch: Node) -> Node:
+    assert not isinstance(parent, Rank)
     others = tuple(child for child in parent.children if child is not branch)
-    if isinstance(parent, Host):
-        return parent.with_children(others)  # type: ignore[arg-type]
-    assert isinstance(parent, Switch | Socket)
-    return replace(parent, children=others)  # type: ignore[arg-type]
+    return _Level(others=with_children(parent, others), fractions=rest)
 
 
 def _scatter(source: Ownership, target: Ownership, cuts: Sequence[int]) -> Transfers:

@@ -14,7 +14,7 @@ from syncline.arguments import check_fields, checked
 from syncline.errors import TopologyError
 from syncline.priorities.settings import Priorities
 from syncline.topology.host_matching import UNKNOWN_NETWORK, flat_root, match_ranks
-from syncline.topology.tree import DirectedLink, Host, Link, Node, Rank, Socket, Switch, walk
+from syncline.topology.tree import DirectedLink, Host, Link, Node, Rank, Switch, walk, with_children
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,7 +389,7 @@ def _tabulate(
 def _renumber(node: Node, number: Mapping[int, int]) -> Node:
     if isinstance(node, Rank):
         return replace(node, rank=number[node.rank])
-    return _with_children(node, tuple(_renumber(child, number) for child in node.children))
+    return with_children(node, tuple(_renumber(child, number) for child in node.children))
 
 
 def _restrict(node: Node, number: Mapping[int, int]) -> Node | None:
@@ -401,13 +401,7 @@ def _restrict(node: Node, number: Mapping[int, int]) -> Node | None:
         return None
     if isinstance(node, Host) and node.gateway == "helper" and node.ranks[0].rank not in number:
         node = replace(node, gateway="one")  # who is first now has data
-    return _with_children(node, children)
-
-
-def _with_children(node: Switch | Host | Socket, children: tuple[Node, ...]) -> Node:
-    if isinstance(node, Host):
-        return node.with_children(children)  # type: ignore[arg-type]
-    return replace(node, children=children)  # type: ignore[arg-type]
+    return with_children(node, children)
 
 
 def _behind_gateways(hosts: tuple[Host, ...]) -> Iterator[tuple[int, int]]:

@@ -257,6 +257,13 @@ def num_ranks_below(node: Node) -> int:
     return len(ranks_below(node))
 
 
+def with_children(node: Switch | Host | Socket, children: tuple[Node, ...]) -> Node:
+    """Return ``node`` with others below it."""
+    if isinstance(node, Host):
+        return node.with_children(children)  # type: ignore[arg-type]
+    return replace(node, children=children)  # type: ignore[arg-type]
+
+
 def relinked(root: Switch | Host, links: Mapping[str, Link]) -> Switch | Host:
     """Return the tree with other links above the switches, hosts and sockets of these names."""
 
@@ -265,8 +272,6 @@ def relinked(root: Switch | Host, links: Mapping[str, Link]) -> Switch | Host:
             return node
         if node.name in links:
             node = replace(node, link=links[node.name])
-        if isinstance(node, Host):
-            return replace(node, sockets=tuple(map(build, node.sockets)))  # type: ignore[arg-type]
-        return replace(node, children=tuple(map(build, node.children)))  # type: ignore[arg-type]
+        return with_children(node, tuple(map(build, node.children)))
 
     return build(root)  # type: ignore[return-value]
