@@ -18,6 +18,8 @@ import struct
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from operator import attrgetter
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -47,7 +49,9 @@ SILENT_REPORTS = 3
 """Who has not told so many times in a row is silent."""
 MOST_FLOWS = 400
 """Of a report; where a rank sends to more, those that carry least are left out."""
-_FIXED = struct.Struct("<BBQQQIQIIIIHddddddddddHH")
+_COUNTS = ("num_calls", "num_steps", "num_samples", "num_faults", "num_at_place", "pid")
+_AMOUNTS = ("total_s", "waited_s", "steps_s", "lacked_s", "stored_s", "loss")
+_FIXED = struct.Struct(f"<BB{len(_COUNTS)}Q{len(Looks._fields)}I{len(PHASES)}d{len(_AMOUNTS)}dHH")
 _FLOW = struct.Struct("<HQQI")
 _MOST_PLACE_BYTES = 200
 STARTING = "starting"
@@ -96,48 +100,38 @@ class PaceReport:
         ]
         kept = sorted(moved, reverse=True)[:MOST_FLOWS]
         place = self.place.encode()[:_MOST_PLACE_BYTES]
-        state = PHASES.index(self.phase), self.is_waiting, self.num_calls, self.num_steps, self.num_samples
-        counts = self.pid, self.num_faults, *self.looks, self.num_at_place
-        seconds = self.loss, self.total_s, *self.own_s, self.waited_s, self.steps_s, self.lacked_s, self.stored_s
-        fixed = _FIXED.pack(*state, *counts, *seconds, len(kept), len(place))
+        numbers = (*attrgetter(*_COUNTS)(self), *self.looks, *self.own_s, *attrgetter(*_AMOUNTS)(self))
+        fixed = _FIXED.pack(PHASES.index(self.phase), self.is_waiting, *numbers, len(kept), len(place))
         return fixed + b"".join(_FLOW.pack(peer, sent, *more) for sent, peer, *more in kept) + place
 
     @classmethod
     def decode(cls, body: bytes, num_ranks: int) -> PaceReport:
         """Read one; :class:`ControlError` for what is none."""
         try:
-            (phase, is_waiting, *counts, num_kept, num_place) = _FIXED.unpack_from(body)
+            phase, is_waiting, *numbers, num_kept, num_place = _FIXED.unpack_from(body)
             end = _FIXED.size + num_kept * _FLOW.size
             moved = list(_FLOW.iter_unpack(body[_FIXED.size : end]))
         except struct.error as error:
             raise ControlError("of its pace what cannot be read") from error
-        num_calls, num_steps, num_samples, pid, num_faults, *looks, num_at_place, loss = counts[:11]
-        seconds = counts[11:]
+        read = iter(numbers)
+        counts = dict(zip(_COUNTS, read, strict=False))
+        looks, own_s = Looks(*islice(read, len(Looks._fields))), tuple(islice(read, len(PHASES)))
+        amounts = dict(zip(_AMOUNTS, read, strict=False))
+        *seconds, _ = *own_s, *amounts.values()  # all but the loss, which may be any number
         is_whole = len(moved) == num_kept and len(body) == end + num_place
         if not is_whole or phase >= len(PHASES) or any(peer >= num_ranks for peer, *_ in moved):
             raise ControlError("of its pace what cannot be read")
         if not all(math.isfinite(one) and one >= 0 for one in seconds):
             raise ControlError("of its pace what cannot be")
-        total_s, *own_s, waited_s, steps_s, lacked_s, stored_s = seconds
         return cls(
             phase=PHASES[phase],
             is_waiting=bool(is_waiting),
-            num_calls=num_calls,
-            num_steps=num_steps,
-            total_s=total_s,
-            own_s=tuple(own_s),
-            waited_s=waited_s,
-            steps_s=steps_s,
+            own_s=own_s,
             flows={peer: Flow(sent, lost, busy_ms / 1000) for peer, sent, lost, busy_ms in moved},
-            pid=pid,
-            num_faults=num_faults,
-            looks=Looks(*looks),
+            looks=looks,
             place=escape_text(body[end:], max_chars=_MOST_PLACE_BYTES),
-            num_at_place=num_at_place,
-            lacked_s=lacked_s,
-            stored_s=stored_s,
-            num_samples=num_samples,
-            loss=loss,
+            **counts,
+            **amounts,
         )
 
 
