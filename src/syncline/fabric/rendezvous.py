@@ -23,6 +23,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -582,35 +583,30 @@ STOP_S = 1.0
 
 
 async def on_thread(function: Callable[[], T], stop: threading.Event) -> T:
-    """Run ``function`` on a thread of its own and return what it returns; ``stop`` is set when that is not wanted.
+    """Run ``function`` on a thread of its own and return what it returns; ``stop`` is set when that is not wanted."""
+    thread, outcome = begin_on_thread(function, "syncline-rendezvous")
+    try:
+        return await asyncio.wrap_future(outcome)
+    finally:
+        stop.set()
+        thread.join(STOP_S)
+
+
+def begin_on_thread(function: Callable[[], T], name: str) -> tuple[threading.Thread, Future[T]]:
+    """Run ``function`` on a thread of that name; return the thread, and what becomes of it.
 
     An executor's threads are joined when the interpreter ends; one that hangs in a foreign call would keep the process
     alive.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]  # it is what the function returned
+    outcome: Future[T] = Future()
 
     def main() -> None:
-        result, error = None, None
-        try:
-            result = function()
-        except BaseException as raised:
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop may have ended
-            loop.call_soon_threadsafe(settle, result, error)
+        with contextlib.suppress(InvalidStateError):  # nobody wants it any more
+            try:
+                outcome.set_result(function())
+            except BaseException as error:
+                outcome.set_exception(error)
 
-    thread = threading.Thread(target=main, name="syncline-rendezvous", daemon=True)
+    thread = threading.Thread(target=main, name=name, daemon=True)
     thread.start()
-    try:
-        return await future
-    finally:
-        stop.set()
-        thread.join(STOP_S)
+    return thread, outcome

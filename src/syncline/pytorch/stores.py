@@ -12,11 +12,10 @@ import errno
 import ipaddress
 import logging
 import socket
-import threading
 import time
-from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from weakref import finalize
 
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 from syncline.endpoints import format_endpoint
 from syncline.errors import ConfigurationError, RendezvousError
 from syncline.fabric import FabricOptions
-from syncline.fabric.rendezvous import FIRST_LINE_S, LINE_S
+from syncline.fabric.rendezvous import FIRST_LINE_S, LINE_S, begin_on_thread
 from syncline.fabric.shared_port import CONNECT_S, SharedStore, StoreSplices
 from syncline.fabric.sockets import listen_at, listen_in_range, open_socket
 from syncline.pytorch.environment import Environment
@@ -221,15 +220,7 @@ def _open_in_time(
     ``meant``: where the store is, if what is dialled only leads there.
     """
     where = format_endpoint(*(meant or (host, port)))
-    opened: Future[Store] = Future()
-
-    def open_it() -> None:
-        try:
-            opened.set_result(_tcp_store(host, port, listening, timeout_s=timeout_s))
-        except BaseException as error:
-            opened.set_exception(error)
-
-    threading.Thread(target=open_it, name="syncline-store", daemon=True).start()
+    _, opened = begin_on_thread(partial(_tcp_store, host, port, listening, timeout_s=timeout_s), "syncline-store")
     deadline_s = time.monotonic() + timeout_s
     try:
         while timeout_s > line_s:
