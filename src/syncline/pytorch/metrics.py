@@ -217,7 +217,7 @@ class Collector:
             yield family
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Measure:
     """One number, or one for each value of ``label``; what is counted only grows."""
 
@@ -229,45 +229,40 @@ class Measure:
 
 def measures(statistics: FleetStatistics) -> dict[str, Measure]:
     """Return what monitoring is told, by name; units and names follow Prometheus' rules."""
-    counted: dict[str, tuple[str, str, Mapping[str, float]]] = {
-        "steps": ("Steps that are finished", "", {"": statistics.num_steps}),
-        "step_seconds": ("Seconds in finished steps", "", {"": statistics.steps_s}),
-        "connected_seconds": ("Seconds since the ranks were connected", "", {"": statistics.total_s}),
-        "own_seconds": ("Seconds of this rank's own in each phase", "phase", statistics.own_s),
-        "lacked_processor_seconds": (
-            "Seconds in which a thread was ready and had no processor",
-            "",
-            {"": statistics.lacked_s},
+
+    def one(value: float) -> Mapping[str, float]:
+        return {} if math.isnan(value) else {"": value}
+
+    return {
+        "steps": Measure("Steps that are finished", one(statistics.num_steps)),
+        "step_seconds": Measure("Seconds in finished steps", one(statistics.steps_s)),
+        "connected_seconds": Measure("Seconds since the ranks were connected", one(statistics.total_s)),
+        "own_seconds": Measure("Seconds of this rank's own in each phase", statistics.own_s, "phase"),
+        "lacked_processor_seconds": Measure(
+            "Seconds in which a thread was ready and had no processor", one(statistics.lacked_s)
         ),
-        "samples": ("Samples, as far as the user said", "", {"": statistics.num_samples}),
-        "waited_seconds": ("Seconds waited for other ranks", "reason", statistics.waited_s),
-        "calls": ("Collectives that are over", "call", statistics.calls),
-        "call_bytes": ("Bytes of their buffers", "call", statistics.call_bytes),
-        "sent_bytes": ("Payload sent to other ranks", "", {"": statistics.fabric.sent_bytes}),
-        "received_bytes": ("Payload received from other ranks", "", {"": statistics.fabric.received_bytes}),
-        "uplink_bytes": ("Payload put on each link above this rank", "link", statistics.uplink_bytes()),
-        "reconnects": (
+        "samples": Measure("Samples, as far as the user said", one(statistics.num_samples)),
+        "waited_seconds": Measure("Seconds waited for other ranks", statistics.waited_s, "reason"),
+        "calls": Measure("Collectives that are over", statistics.calls, "call"),
+        "call_bytes": Measure("Bytes of their buffers", statistics.call_bytes, "call"),
+        "sent_bytes": Measure("Payload sent to other ranks", one(statistics.fabric.sent_bytes)),
+        "received_bytes": Measure("Payload received from other ranks", one(statistics.fabric.received_bytes)),
+        "uplink_bytes": Measure("Payload put on each link above this rank", statistics.uplink_bytes(), "link"),
+        "reconnects": Measure(
             "Connections that broke and were opened again",
-            "",
-            {"": sum(x.reconnects for x in statistics.fabric.connections)},
+            one(sum(x.reconnects for x in statistics.fabric.connections)),
         ),
+        "goodput_ratio": Measure(
+            "Part of the time that finished steps took", one(statistics.goodput), is_counted=False
+        ),
+        "loss": Measure("The last loss that the user said", one(statistics.loss), is_counted=False),
+        "queued_bytes": Measure("Payload that waits to be sent", one(statistics.queued_bytes), is_counted=False),
+        "pending_calls": Measure("Collectives under way", one(statistics.num_pending_calls), is_counted=False),
+        "lost_ranks": Measure(
+            "Ranks that are lost, or have left", one(len(statistics.fabric.lost_peers)), is_counted=False
+        ),
+        "epoch": Measure("How often the members of the job have changed", one(statistics.epoch), is_counted=False),
     }
-    gauged: dict[str, tuple[str, float]] = {
-        "goodput_ratio": ("Part of the time that finished steps took", statistics.goodput),
-        "loss": ("The last loss that the user said", statistics.loss),
-        "queued_bytes": ("Payload that waits to be sent", statistics.queued_bytes),
-        "pending_calls": ("Collectives under way", statistics.num_pending_calls),
-        "lost_ranks": ("Ranks that are lost, or have left", len(statistics.fabric.lost_peers)),
-        "epoch": ("How often the members of the job have changed", statistics.epoch),
-    }
-    found = {
-        name: Measure(meaning=meaning, values=values, label=label) for name, (meaning, label, values) in counted.items()
-    }
-    found |= {
-        name: Measure(meaning=meaning, values={} if math.isnan(value) else {"": value}, is_counted=False)
-        for name, (meaning, value) in gauged.items()
-    }
-    return found
 
 
 def _tell_opentelemetry(take: Take, rank: int) -> Callable[[], None]:
