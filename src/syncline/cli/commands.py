@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -26,8 +26,21 @@ def new_app(*, about: str | None = None) -> typer.Typer:
     )
 
 
-def spread(options: type[Any], *, into: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option for each field of the dataclass ``options``; it gets them together as ``into``.
+def options_of(record: type[Any], options: Mapping[str, Any]) -> Callable[..., dict[str, Any]]:
+    """Return what makes a dict of options for these fields of ``record``, whose types and defaults they have."""
+    hints, known = get_type_hints(record), inspect.signature(record).parameters
+
+    def gather(**given: Any) -> dict[str, Any]:
+        return given
+
+    gather.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [known[name].replace(annotation=Annotated[hints[name], option]) for name, option in options.items()]
+    )
+    return gather
+
+
+def spread(options: Callable[..., Any], *, into: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each argument of ``options``; it gets what that makes of them as ``into``.
 
     Typer reads a command's options off its signature, so the command that it sees has one with all of them.
     """

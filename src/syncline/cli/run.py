@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 import typer
 
-from syncline.cli.commands import new_app, spread
+from syncline.cli.commands import new_app, options_of, spread
 from syncline.cli.launcher.environment import Elasticity
 from syncline.cli.launcher.launch import Request, launch
 from syncline.cli.launcher.supervisor import Limits, RestartLimits
@@ -19,75 +20,29 @@ from syncline.errors import ConfigurationError
 app = new_app()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _JobOptions:
-    """What was said of the job, as a :class:`Request` has it."""
-
-    topology: Annotated[
-        str | None, typer.Option(metavar="FILE|NAME", help="The network; or SYNCLINE_TOPOLOGY.", show_default=False)
-    ] = None
-    num_ranks: Annotated[
-        int | None, typer.Option("--ranks", metavar="N", help="Number of ranks.", show_default=False)
-    ] = None
-    host: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Start this host's ranks only; or SYNCLINE_HOST.", show_default=False),
-    ] = None
-    master: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Where rank 0 listens (several machines).", show_default=False),
-    ] = None
-    secret_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The job's shared secret (mode 0600).", show_default=False)
-    ] = None
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write a trace for Perfetto; or SYNCLINE_TRACE.", show_default=False),
-    ] = None
-    report: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write one HTML file of the run; or SYNCLINE_REPORT.", show_default=False),
-    ] = None
-    log_folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--log-dir",
-            metavar="DIR",
-            help="Write each rank's output to DIR/rank-N.log too; or SYNCLINE_LOG_DIR.",
-            show_default=False,
-        ),
-    ] = None
-    behind: Annotated[
-        str | None,
-        typer.Option(
-            metavar="S",
-            help="Say who is behind after S seconds without a finished step (60), or off; or SYNCLINE_BEHIND.",
-            show_default=False,
-        ),
-    ] = None
-    is_live: Annotated[
-        bool, typer.Option("--live", help="Show ranks, links and waits as they are; or SYNCLINE_LIVE.")
-    ] = False
-    metrics: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PORT|DIR", help="Serve Prometheus, or write files for it; or SYNCLINE_METRICS.", show_default=False
-        ),
-    ] = None
-    terminal_rank: Annotated[
-        int | None,
-        typer.Option(
-            "--foreground", metavar="RANK", help="Let this rank write to the terminal itself.", show_default=False
-        ),
-    ] = None
-    on_preemption: Annotated[
-        Literal["leave", "checkpoint"] | None,
-        typer.Option(
-            help="What ranks do when they, or this command, get SIGTERM or SIGUSR2 (25 s): leave an elastic job, or "
-            "save.",
-            show_default=False,
-        ),
-    ] = None
+_UNSHOWN: Any = partial(typer.Option, show_default=False)
+_JOB_OPTIONS = {
+    "topology": _UNSHOWN(metavar="FILE|NAME", help="The network; or SYNCLINE_TOPOLOGY."),
+    "num_ranks": _UNSHOWN("--ranks", metavar="N", help="Number of ranks."),
+    "host": _UNSHOWN(metavar="NAME", help="Start this host's ranks only; or SYNCLINE_HOST."),
+    "master": _UNSHOWN(metavar="HOST:PORT", help="Where rank 0 listens (several machines)."),
+    "secret_file": _UNSHOWN(metavar="FILE", help="The job's shared secret (mode 0600)."),
+    "trace": _UNSHOWN(metavar="FILE", help="Write a trace for Perfetto; or SYNCLINE_TRACE."),
+    "report": _UNSHOWN(metavar="FILE", help="Write one HTML file of the run; or SYNCLINE_REPORT."),
+    "log_folder": _UNSHOWN(
+        "--log-dir", metavar="DIR", help="Write each rank's output to DIR/rank-N.log too; or SYNCLINE_LOG_DIR."
+    ),
+    "behind": _UNSHOWN(
+        metavar="S", help="Say who is behind after S seconds without a finished step (60), or off; or SYNCLINE_BEHIND."
+    ),
+    "is_live": typer.Option("--live", help="Show ranks, links and waits as they are; or SYNCLINE_LIVE."),
+    "metrics": _UNSHOWN(metavar="PORT|DIR", help="Serve Prometheus, or write files for it; or SYNCLINE_METRICS."),
+    "terminal_rank": _UNSHOWN("--foreground", metavar="RANK", help="Let this rank write to the terminal itself."),
+    "on_preemption": _UNSHOWN(
+        help="What ranks do when they, or this command, get SIGTERM or SIGUSR2 (25 s): leave an elastic job, or save."
+    ),
+}
+"""By the field of a :class:`Request`."""
 
 
 PERIOD_S = RestartLimits().period_s
@@ -147,14 +102,14 @@ class _RestartOptions:
 
 @app.command(context_settings={"allow_interspersed_args": False})
 @spread(_RestartOptions, into="losses")
-@spread(_JobOptions, into="job")
+@spread(options_of(Request, _JOB_OPTIONS), into="job")
 def run(
     script: Annotated[
         str, typer.Argument(metavar="SCRIPT", help="The script, or module, or program.", show_default=False)
     ],
     args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments.", show_default=False)] = None,
     *,
-    job: _JobOptions,
+    job: dict[str, Any],
     losses: _RestartOptions,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as python -m has it.")] = False,
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program of its own.")] = False,
@@ -179,7 +134,7 @@ def run(
         limits=losses.limits(),
         restarts=losses.restart_limits(),
         elastic=losses.elasticity(),
-        **{field.name: getattr(job, field.name) for field in fields(job)},
+        **job,
     )
     raise typer.Exit(launch(request))
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from syncline.cli.launcher.environment import Elasticity, open_doors, rank_environment
 from syncline.cli.launcher.job import Job, build_job, choose_host, choose_master, newcomers
@@ -55,7 +56,7 @@ class Request:
     limits: Limits = field(default_factory=Limits)
     restarts: RestartLimits = field(default_factory=RestartLimits)
     elastic: Elasticity | None = None
-    on_preemption: str | None = None
+    on_preemption: Literal["leave", "checkpoint"] | None = None
 
 
 def launch(request: Request, *, terminal: Terminal | None = None) -> int:
