@@ -147,7 +147,7 @@ def _judge(plan: Schedule | Outline, topology: Topology, num_bytes: int, bound_s
         prediction=prediction,
         ratio=prediction.time_s / bound_s if bound_s > 0 else math.inf,
         num_steps=plan.num_steps,
-        num_messages=plan.num_messages if isinstance(plan, Outline) else len(plan.transfers),
+        num_messages=plan.num_messages,
         link_bytes=plan.link_bytes(topology, num_bytes),
         proof=prove(plan),
     )
