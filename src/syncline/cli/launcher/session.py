@@ -290,10 +290,9 @@ class Runner:
         job, rank = self._session.job, process.rank
         environment = dict(self._session.environments[rank])
         environment[RESTART_COUNT] = str(self._attempt + self._supervisor.num_restarts)
-        for path in self._last_words_files(rank):  # of an earlier process
+        words = self._last_words_file(rank)
+        for path in (words, number_file(words), met_file(words)):  # of an earlier process
             path.unlink(missing_ok=True)
-            number_file(path).unlink(missing_ok=True)
-            met_file(path).unlink(missing_ok=True)
         self._labels[rank] = self._session.labels[rank]
         if door or JOIN in environment:
             self._newcomers.add(rank)
@@ -352,9 +351,8 @@ class Runner:
         for newcomer in tuple(self._newcomers):  # one that wrote nothing may have come in too
             self._learn_number(newcomer)
         self._words.pop(rank, None)
-        for path in self._last_words_files(rank):
-            if words := LastWords.read(path):
-                self._words[rank] = words
+        if words := LastWords.read(self._last_words_file(rank)):
+            self._words[rank] = words
         self.handle(RankExited(rank=rank, exit=how, outside=frozenset(self._newcomers)))
 
     def handle(self, event: Event) -> None:
@@ -381,8 +379,7 @@ class Runner:
 
     def _has_met(self, *ranks: int) -> bool:
         """Whether one of these has met the others, so that who starts again comes in; else its old place is free."""
-        files = [path for rank in ranks for path in self._last_words_files(rank)]
-        return self._joins or not files or any(met_file(path).exists() for path in files)
+        return self._joins or any(met_file(self._last_words_file(rank)).exists() for rank in ranks)
 
     def _announce(self, announcement: Announce) -> None:
         if announcement.rank is None:
@@ -419,24 +416,19 @@ class Runner:
             if any(failure.rank == rank for failure in self._supervisor.failures)
         }
 
-    def _last_words_files(self, rank: int) -> list[Path]:
-        path = self._session.environments[rank].get(LAST_WORDS)
-        return [Path(path)] if path else []
+    def _last_words_file(self, rank: int) -> Path:
+        return Path(self._session.environments[rank][LAST_WORDS])
 
     def _learn_number(self, rank: int) -> None:
         """Let the rank's lines, and the report, carry the number by which errors call it once it has come in."""
-        if rank not in self._newcomers:
+        if rank not in self._newcomers or (number := read_number(self._last_words_file(rank))) is None:
             return
-        for path in self._last_words_files(rank):
-            number = read_number(path)
-            if number is None:
-                continue
-            self._newcomers.discard(rank)
-            self._rank_of[number] = rank
-            self._num_made_up[rank] = sum(failure.rank == rank for failure in self._supervisor.failures)
-            if number != rank:
-                self._labels[rank] = f"{self._session.labels[rank].removesuffix(']')}>{number}]"
-                self._names[rank] = f"{self._started_as[rank]} (in the job: rank {number})"
+        self._newcomers.discard(rank)
+        self._rank_of[number] = rank
+        self._num_made_up[rank] = sum(failure.rank == rank for failure in self._supervisor.failures)
+        if number != rank:
+            self._labels[rank] = f"{self._session.labels[rank].removesuffix(']')}>{number}]"
+            self._names[rank] = f"{self._started_as[rank]} (in the job: rank {number})"
 
     @property
     def _causes(self) -> list[Failure]:
