@@ -114,7 +114,10 @@ def _fastest(drafts: Iterable[T], topology: Topology) -> T:
 
 
 def _draft_half_in_rank_order(topology: Topology, collective: Collective) -> Iterator[Draft]:
-    """Draw a reduce-scatter or an all-gather in which rank k owns [k/N, (k+1)/N), and every rank speaks."""
+    """Draw a reduce-scatter or an all-gather in which rank k owns [k/N, (k+1)/N), and every rank speaks.
+
+    An owner's in-tree has an aggregation rank wherever sums for it meet on their way.
+    """
     everyone, num_ranks = with_gateway(topology, "every", of=("one", "auto", "helper")), topology.num_ranks
     flow = solve_step_flow(everyone, [(1 / num_ranks, 1 / num_ranks)] * num_ranks, halves=[collective]).halves[0]
     owners = tuple((rank, 1) for rank in range(num_ranks))
