@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, median
 
@@ -87,17 +87,17 @@ class Explanation:
     """What a trace tells of a job's steps."""
 
     job: JobTrace
-    steps: tuple[StepPath, ...]
-    parts_s: Mapping[str, float]
+    steps: tuple[StepPath, ...] = ()
+    parts_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a step's critical path by kind, means."""
-    lacked_s: float
+    lacked_s: float = 0.0
     """Of these, without a processor: the kernel's count for the ranks on the path, spread evenly over their time."""
-    own_s: Mapping[int, float]
+    own_s: Mapping[int, float] = field(default_factory=dict)
     """Seconds of each rank's own in a step, without waits, means."""
-    gains: tuple[Gain, ...]
-    links: tuple[LinkShare, ...]
+    gains: tuple[Gain, ...] = ()
+    links: tuple[LinkShare, ...] = ()
     """The busiest first; those within a machine are left out."""
-    failures: tuple[str, ...]
+    failures: tuple[str, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -159,7 +159,9 @@ def explain(job: JobTrace) -> Explanation:
         for (number, end_s), start_s in zip(ends_s, starts_s, strict=True)
         if end_s > start_s
     ]
-    kept = tuple(steps[WARM_UP:] if len(steps) >= 4 * WARM_UP else steps)
+    kept, failures = tuple(steps[WARM_UP:] if len(steps) >= 4 * WARM_UP else steps), tuple(_failures(job))
+    if not kept:
+        return Explanation(job=job, failures=failures)
     parts_s: defaultdict[str, float] = defaultdict(float)
     for step in kept:
         for part in step.parts:
@@ -174,7 +176,7 @@ def explain(job: JobTrace) -> Explanation:
         own_s=own_s,
         gains=_gains(job, kept, parts_s, own_s, lacked_s),
         links=_links(job, kept),
-        failures=tuple(_failures(job)),
+        failures=failures,
     )
 
 
@@ -210,9 +212,7 @@ class PathFinder:
                 time_s = begin_s
                 continue
             part, rank = self._through(rank, wait, max(start_s, wait.start_s), time_s)
-            part = Part(
-                rank=part.rank, kind=part.kind, name=part.name, start_s=max(start_s, part.start_s), end_s=time_s
-            )
+            part = replace(part, start_s=max(start_s, part.start_s), end_s=time_s)
             parts.append(part)
             time_s = part.start_s
         return StepPath(
@@ -254,8 +254,6 @@ class PathFinder:
 
 
 def _own_s(job: JobTrace, steps: Sequence[StepPath]) -> dict[int, float]:
-    if not steps:
-        return {}
     start_s, end_s = steps[0].start_s, steps[-1].end_s
     own_s = {}
     for one in job.ranks:
@@ -265,8 +263,6 @@ def _own_s(job: JobTrace, steps: Sequence[StepPath]) -> dict[int, float]:
 
 
 def _lacked_s(job: JobTrace, steps: Sequence[StepPath]) -> float:
-    if not steps:
-        return 0.0
     start_s, end_s = steps[0].start_s, steps[-1].end_s
     name, lacked_s = "seconds without a processor", 0.0
     for one in job.ranks:
@@ -283,8 +279,6 @@ def _is_own(part: Part, rank: int) -> bool:
 def _gains(
     job: JobTrace, steps: Sequence[StepPath], parts_s: Mapping[str, float], own_s: Mapping[int, float], lacked_s: float
 ) -> tuple[Gain, ...]:
-    if not steps:
-        return ()
     step_s = fmean(step.seconds for step in steps)
     found = [
         Gain(
@@ -307,7 +301,7 @@ def _gains(
 
 
 def _links(job: JobTrace, steps: Sequence[StepPath]) -> tuple[LinkShare, ...]:
-    if not steps or job.topology is None:
+    if job.topology is None:
         return ()
     start_s, end_s = steps[0].start_s, steps[-1].end_s
     times_s = [start_s + (end_s - start_s) * k / NUM_BINS for k in range(NUM_BINS + 1)]

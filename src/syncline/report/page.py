@@ -100,10 +100,7 @@ def build_page(explanation: Explanation, *, title: str = "Syncline") -> str:
     sections = (
         _head(explanation, title),
         _said(explanation),
-        _time(explanation),
-        _timeline(explanation),
-        _network(explanation),
-        _waits(explanation),
+        *(section(explanation) for section in (_time, _timeline, _network, _waits) if explanation.steps),
         _course(explanation),
         _plans(job),
         _updates(job),
@@ -159,8 +156,6 @@ def _count(number: int, noun: str) -> str:
 
 
 def _time(explanation: Explanation) -> str:
-    if not explanation.steps:
-        return ""
     parts, step_s = explanation.parts_s, explanation.step_s
     rows = [
         (
@@ -191,8 +186,6 @@ def _time(explanation: Explanation) -> str:
 
 
 def _timeline(explanation: Explanation) -> str:
-    if not explanation.steps:
-        return ""
     by_time = sorted(explanation.steps, key=lambda step: step.seconds)
     median, slowest = by_time[len(by_time) // 2], by_time[-1]
     key = "".join(
@@ -264,7 +257,7 @@ def _short(name: str) -> str:
 
 def _network(explanation: Explanation) -> str:
     topology = explanation.job.topology
-    if topology is None or not explanation.steps:
+    if topology is None:
         return ""
     shares = {share.link: share for share in explanation.links}
     rows: list[Sequence[str]] = []
@@ -304,8 +297,6 @@ def _spark(share: LinkShare) -> str:
 
 
 def _waits(explanation: Explanation) -> str:
-    if not explanation.steps:
-        return ""
     start_s, end_s = explanation.steps[0].start_s, explanation.steps[-1].end_s
     span_s, rows = end_s - start_s, []
     for one in explanation.job.ranks:
