@@ -144,7 +144,7 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
     EnvironmentVariable(
         name=LIVE,
         argument="syncline run --live",
-        meaning="on: rank 0 writes a line every ten seconds; or a file that it writes a view of all ranks to, as JSON",
+        meaning="on: rank 0 writes a line every ten seconds; or a file, as view.json, for a view of all ranks (default: off)",
     ),
     EnvironmentVariable(
         name=REPORT,
@@ -194,6 +194,14 @@ def behind_limit_s() -> float:
     if not limit_s > 0:
         raise ConfigurationError(f"{BEHIND} must be a number of seconds, or off, not {text!r}")
     return limit_s
+
+
+def live_place() -> str:
+    """Return where rank 0 shows the job as it runs: a file, ``"on"`` for standard error, or nothing."""
+    text = process_variables().get(LIVE) or "off"
+    if text not in ("on", "off") and not {".", os.sep} & set(text):
+        raise ConfigurationError(f"{LIVE} must be on, off, or a file such as view.json, not {text!r}")
+    return "" if text == "off" else text
 
 
 def process_variables() -> Mapping[str, str]:

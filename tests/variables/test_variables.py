@@ -19,7 +19,7 @@ from syncline.errors import ConfigurationError
 from syncline.members import Elastic
 from syncline.pytorch.environment import Arguments, Environment, read_environment
 from syncline.topology import Topology
-from syncline.variables import VARIABLES, behind_limit_s, is_coloured, process_variables
+from syncline.variables import VARIABLES, behind_limit_s, is_coloured, live_place, process_variables
 
 JOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
 SECRETS = {"SYNCLINE_SECRET": "v" * 32, "SYNCLINE_SECRET_FILE": "{folder}/secret"}
@@ -220,6 +220,13 @@ def test_what_run_is_told_of_watching_goes_before_its_variables(
         monkeypatch.setenv("SYNCLINE_BEHIND", text)
         with pytest.raises(ConfigurationError, match=f"SYNCLINE_BEHIND must be a number of seconds.*{text}"):
             behind_limit_s()
+    for text, place in (("on", "on"), ("view.json", "view.json"), ("/tmp/view", "/tmp/view"), ("off", ""), ("", "")):
+        monkeypatch.setenv("SYNCLINE_LIVE", text)
+        assert live_place() == place
+    for text in ("1", "true"):
+        monkeypatch.setenv("SYNCLINE_LIVE", text)
+        with pytest.raises(ConfigurationError, match=f"SYNCLINE_LIVE must be on, off, or a file .*'{text}'"):
+            live_place()
     monkeypatch.chdir(tmp_path)
     job = build_job(Topology.flat(2), command=(), host=None, master=("a", 1), named_as=None)
     assert open_logs(job, tmp_path / "asked", told)[1] == tmp_path / "asked" / "rank-1.log"

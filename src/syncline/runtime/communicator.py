@@ -39,7 +39,7 @@ from syncline.runtime.watching import ANSWER_S, Watching
 from syncline.runtime.work import Work
 from syncline.schedule import Collective, Layout, Schedule, lower_bound, predict
 from syncline.topology import Topology
-from syncline.variables import LIVE, behind_limit_s, process_variables
+from syncline.variables import behind_limit_s, live_place
 
 if TYPE_CHECKING:
     from syncline.fabric import _native
@@ -497,7 +497,7 @@ class Communicator:
         self.progress.watcher = self._watching
         if self.trace.enabled:
             self._watching.tell_trace()
-        live = process_variables().get(LIVE, "")
+        live = live_place()
         if self.world_size > 1 or live:
             self._loop.call_soon(self._watching.begin, behind_limit_s(), live)
 
