@@ -1,11 +1,11 @@
 """One rank of the jobs that ``advise_lab.py`` times: the same model under one update rule after the other.
 
 Its arguments are a model's name and a JSON list of rules as ``syncline advise`` writes them. Rank 0 prints a JSON
-object for each: the seconds of each of its steps, in a row after two that are not timed.
+object for each: the seconds of each of its steps, in a row, once priority classes are chosen where a rule has them.
 
 The models compute by sleeping, so that the processors of one machine stay free for what all ranks send: ``advise``
-leaves out that ranks share processors. What it knows of a model, the sizes of its layers and how long their forward
-passes take, is as real as of any other.
+leaves out that ranks share processors, and the optimizer's own step, for which plain SGD stands. What it knows of a
+model, the sizes of its layers and how long their forward passes take, is as real as of any other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ from torch.nn.parallel import DistributedDataParallel
 import syncline
 
 RING = "DDP's ring"
-NUM_LEADING, NUM_TIMED = 2, 4
+NUM_TIMED = 3
+MEASURED_STEPS = 2
+"""What a job measures before it chooses priority classes, for rules whose next forward pass waits for parameters."""
+TIMES = "ADVISE_LAB_SLOWLY"
+"""The variable that says how many times longer layers take."""
 NUMBERS_PER_MIB = 1 << 18
 BACKWARD_PER_FORWARD = 2.0
 
@@ -73,8 +77,9 @@ class Shape:
 
     def build(self) -> nn.Module:
         """Build the model; it is alike on all ranks."""
+        times = int(os.environ[TIMES])
         pairs = zip(self.mib, self.forward_ms, strict=True)
-        return nn.Sequential(*(Layer(round(mib * NUMBERS_PER_MIB), ms / 1000) for mib, ms in pairs))
+        return nn.Sequential(*(Layer(round(mib * NUMBERS_PER_MIB), times * ms / 1000) for mib, ms in pairs))
 
 
 MODELS = {
@@ -107,13 +112,14 @@ def rule_of(text: str) -> Any:
 def train(name: str, rule: str) -> list[float]:
     """Return the seconds of each timed step, as this rank saw them."""
     model = MODELS[name].build()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-4)
     if rule == RING:
         model = DistributedDataParallel(model, bucket_cap_mb=1)
     else:
         model, optimizer = syncline.distribute(model, optimizer, update=rule_of(rule))
     x, ends_s = torch.ones(1), []
-    for _ in range(NUM_LEADING + NUM_TIMED):
+    leading = 2 + MEASURED_STEPS if "overlap_forward" in rule else 1
+    for _ in range(leading + NUM_TIMED):
         model(x).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -121,7 +127,7 @@ def train(name: str, rule: str) -> list[float]:
     if rule != RING:
         syncline.synchronize()
     dist.barrier()
-    return [after - before for before, after in pairwise(ends_s[NUM_LEADING - 1 :])]
+    return [after - before for before, after in pairwise(ends_s[leading - 1 :])]
 
 
 def main() -> None:
