@@ -1,0 +1,167 @@
+"""Time to a loss as ``syncline bench convergence`` predicts it, beside whole trainings in the lab.
+
+    sudo python benchmarks/convergence_whole.py TRAININGS --slowly 3 --to rows.jsonl     # a record's trainings.jsonl
+
+Losses of a record are told by samples in one process, and its steps are predicted; here the same ranks with the same
+data train on the emulated network, by DDP on gloo and by rules of this library. Every rank keeps its parameters and the
+time after every fourth step, which costs a millisecond, and their mean is judged when all is over: a judgement during
+the training would let rounds go on that a step has to wait for. A step computes for at least ``COMPUTE_S``, as it does
+in predictions, of which all but the passes themselves is slept: eight ranks share the processors of one machine. These
+are too few for passes of 0.1 s; ``--slowly N`` trains in slow motion, with rates divided and computing multiplied by N,
+predictions too. The latency of a topology is left out of both, as the lab does not emulate it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+import torch.distributed as dist
+from advise_lab import slowed
+from torch.nn.parallel import DistributedDataParallel
+
+import syncline
+from syncline.bench.convergence import METHODS, REFERENCE, Learning, Method, find_network, load_trainings
+from syncline.bench.ranks.learning import TASKS, LearningTask, _rule
+from syncline.cli.convergence import StepPredictor
+from syncline.cli.launcher.scratch import shared_secret
+from syncline.lab import operations
+from syncline.topology import Topology
+
+COMPUTE_S, BACKWARD_PART = 0.1, 0.1
+"""A step computes; the backward pass itself takes less than this part of it."""
+EVERY = 4
+NETWORK = "two-sites"
+COMPARED = (REFERENCE, "Sharded", "Sharded int4", "LocalSteps, sites")
+BY_NAME = {method.name: method for method in METHODS}
+
+
+def train(task: LearningTask, method: Method, num_steps: int, compute_s: float) -> list[tuple[float, torch.Tensor]]:
+    """Return the time and this rank's parameters after every fourth step, and before the first."""
+    optimizer: Any = task.make_optimizer(task.model.parameters())
+    model: Any
+    if method.name == REFERENCE:
+        model = DistributedDataParallel(task.model)
+    else:
+        model, optimizer = syncline.distribute(task.model, optimizer, _rule(method), samples="batch")
+    dist.barrier()
+    kept = [(time.monotonic(), flat(task.model))]
+    for step in range(1, num_steps + 1):
+        begun_s = time.monotonic()
+        loss = task.loss(model, *task.draw(step))
+        time.sleep(max(0.0, begun_s + (1 - BACKWARD_PART) * compute_s - time.monotonic()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % EVERY == 0:
+            kept.append((time.monotonic(), flat(task.model)))
+    return kept
+
+
+@torch.no_grad()
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    """Return a copy of all parameters, one after the other."""
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def run_rank(task_name: str, method: str, seed: int, num_steps: int, compute_s: float, folder: Path) -> None:
+    """Train as one rank of the lab, and write what it kept."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    with syncline.init() as fleet:
+        task = TASKS[task_name](fleet.rank, fleet.world_size, seed)
+        kept = train(task, BY_NAME[method], num_steps, compute_s)
+        torch.save(kept, folder / f"{fleet.rank}.pt")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+@torch.no_grad()
+def judge(task_name: str, seed: int, ranks: list[Any]) -> list[tuple[float, int, float]]:
+    """Return, of every fourth step, the seconds since the beginning, the step, and the loss of the ranks' mean."""
+    task = TASKS[task_name](0, len(ranks), seed)
+    begun_s = max(kept[0][0] for kept in ranks)
+    curve = []
+    for index in range(1, len(ranks[0])):
+        mean = torch.stack([kept[index][1] for kept in ranks]).mean(0)
+        for parameter, values in zip(
+            task.model.parameters(), mean.split([each.numel() for each in task.model.parameters()]), strict=True
+        ):
+            parameter.copy_(values.view_as(parameter))
+        loss = float(task.loss(task.model, *task.held_out))
+        curve.append((max(kept[index][0] for kept in ranks) - begun_s, index * EVERY, loss))
+    return curve
+
+
+def run_whole(topology: Topology, row: dict[str, Any], num_steps: int) -> list[tuple[float, int, float]]:
+    """Train in the lab; return what :func:`judge` does."""
+    with tempfile.TemporaryDirectory(prefix="syncline-whole-") as name, shared_secret({}) as secret:
+        asked = [row["task"], row["method"], str(row["seed"]), str(num_steps), str(row["slowly"] * COMPUTE_S), name]
+        command = [sys.executable, "-m", "syncline.cli.main", "run", __file__, "rank", *asked]
+        if status := operations.run(topology, command, env=secret):
+            raise SystemExit(f"{row['task']} by {row['method']} ended with status {status}")
+        ranks = [torch.load(Path(name) / f"{rank}.pt") for rank in range(topology.num_ranks)]
+        return judge(row["task"], row["seed"], ranks)
+
+
+def compare(asked: argparse.Namespace) -> None:
+    """Write a row for each training: steps and seconds to the loss, as predicted and as they were."""
+    network = find_network(NETWORK)
+    topology = replace(network.topology, root=slowed(network.topology.root, asked.slowly))
+    trainings = (each for each in load_trainings(asked.trainings) if each.sites == network.sites)
+    found = {(each.task, each.method, each.seed): each.learning for each in trainings}
+    done = [json.loads(line) for line in asked.to.read_text().splitlines()] if asked.to.exists() else []
+    there = {(row["task"], row["method"], row["seed"], row["slowly"]) for row in done}
+    for seed, task, name in product(range(asked.seeds), asked.tasks, asked.methods):
+        if (task, name, seed, asked.slowly) in there:
+            continue
+        loss = found[task, REFERENCE, seed].curve[-1][1]
+        learning = found[task, BY_NAME[name].steps_of or name, seed]
+        row = {"task": task, "method": name, "seed": seed, "slowly": asked.slowly}
+        row |= told(topology, name, learning, loss, asked.slowly * COMPUTE_S)
+        curve = run_whole(topology, row, EVERY * (2 + int(row["steps"] * 1.25) // EVERY))
+        whole = Learning(num_bytes=0, curve=tuple((step, loss) for _, step, loss in curve))
+        seconds = Learning(num_bytes=0, curve=tuple((second, loss) for second, _, loss in curve))  # type: ignore[misc]
+        row |= {"whole_steps": whole.steps_to(loss), "whole_s": seconds.steps_to(loss), "curve": curve}
+        with asked.to.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print({key: value for key, value in row.items() if key != "curve"}, flush=True)
+
+
+def told(topology: Topology, name: str, learning: Learning, loss: float, compute_s: float) -> dict[str, Any]:
+    """Return what is predicted."""
+    predictor = StepPredictor(topology=topology, num_bytes=learning.num_bytes, compute_s=compute_s)
+    step_s, steps = predictor.predict(BY_NAME[name], learning)[0], learning.steps_to(loss)
+    assert steps is not None, f"{name} is compared where it comes to the loss"
+    return {"target": loss, "step_s": step_s, "steps": steps, "predicted_s": step_s * steps}
+
+
+def main() -> None:
+    """Run one rank, or all that is not there yet."""
+    if sys.argv[1:2] == ["rank"]:
+        task, method, seed, num_steps, compute_s, folder = sys.argv[2:]
+        run_rank(task, method, int(seed), int(num_steps), float(compute_s), Path(folder))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trainings", type=Path)
+    parser.add_argument("--tasks", nargs="*", default=["gpt", "digits-by-label"], choices=list(TASKS))
+    parser.add_argument("--methods", nargs="*", default=list(COMPARED), choices=list(COMPARED))
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--slowly", type=int, default=1)
+    parser.add_argument("--to", type=Path, required=True)
+    compare(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
