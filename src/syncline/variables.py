@@ -144,7 +144,7 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
     EnvironmentVariable(
         name=LIVE,
         argument="syncline run --live",
-        meaning="on: rank 0 writes a line every ten seconds; or a file, as view.json, for a view of all ranks (default: off)",
+        meaning="on: rank 0 writes a line every ten seconds; or a file for a view of all ranks as JSON (default: off)",
     ),
     EnvironmentVariable(
         name=REPORT,
