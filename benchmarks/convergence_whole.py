@@ -39,8 +39,8 @@ from syncline.cli.launcher.scratch import shared_secret
 from syncline.lab import operations
 from syncline.topology import Topology
 
-COMPUTE_S, BACKWARD_PART = 0.1, 0.1
-"""A step computes; the backward pass itself takes less than this part of it."""
+COMPUTE_S, FORWARD_PART, WAITED_PART = 0.1, 1 / 3, 0.9
+"""A step computes; how much of it is the forward pass; how much of both is waited for, if passes take less."""
 EVERY = 4
 NETWORK = "two-sites"
 COMPARED = (REFERENCE, "Sharded", "Sharded int4", "LocalSteps, sites")
@@ -55,18 +55,24 @@ def train(task: LearningTask, method: Method, num_steps: int, compute_s: float) 
         model = DistributedDataParallel(task.model)
     else:
         model, optimizer = syncline.distribute(task.model, optimizer, _rule(method), samples="batch")
+    model.register_full_backward_pre_hook(lambda *_: sleep_until(begun_s + WAITED_PART * compute_s))
     dist.barrier()
     kept = [(time.monotonic(), flat(task.model))]
     for step in range(1, num_steps + 1):
         begun_s = time.monotonic()
         loss = task.loss(model, *task.draw(step))
-        time.sleep(max(0.0, begun_s + (1 - BACKWARD_PART) * compute_s - time.monotonic()))
+        sleep_until(begun_s + FORWARD_PART * compute_s)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if step % EVERY == 0:
             kept.append((time.monotonic(), flat(task.model)))
     return kept
+
+
+def sleep_until(end_s: float) -> None:
+    """Compute until then, by the monotonic clock."""
+    time.sleep(max(0.0, end_s - time.monotonic()))
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Local steps, against a replay in one process that is written from their description: the same bits."""
 
 import itertools
+import math
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from syncline.pytorch.flatten import plan_model, trained_parameters
 from syncline.topology import Topology
 from syncline.updates import AllReduce, LocalSteps, Nesterov
 from syncline.updates.flat import shares
+from syncline.updates.local_steps import LEAST_BYTES
 from syncline.updates.rounds import exponent_for, from_steps, largest_move, to_steps
 from thread_fleets import run_fleets
 
@@ -41,8 +43,8 @@ def one_step(model, optimizer, rank: int, step: int) -> None:
 class Alone:
     """All ranks' training in one process, a step of every rank at a time."""
 
-    def __init__(self, rule: LocalSteps, num_ranks: int, make) -> None:
-        self.rule = rule
+    def __init__(self, rule: LocalSteps, num_ranks: int, make, least_bytes: int = LEAST_BYTES) -> None:
+        self.rule, self.least_bytes = rule, least_bytes
         self.num_fragments = min(rule.fragments, rule.period)
         self.models = [make_model() for _ in range(num_ranks)]
         self.optimizers = [make(model.parameters()) for model in self.models]
@@ -50,7 +52,7 @@ class Alone:
         plans = plan_model(named, bucket_bytes=rule.bucket_bytes)
         place = {name: number for number, (name, _) in enumerate(self.models[0].named_parameters())}
         self.buckets = [[place[slot.name] for slot in plan.slots] for plan in plans]
-        self.fragments = self.divide([plan.num_bytes for plan in plans])
+        self.fragments = self.divide([plan.num_elements for plan in plans])
         self.starts = [self.values(0, number) for number in range(len(plans))]
         self.velocities = [torch.zeros_like(values) for values in self.starts]
         self.samples = torch.zeros(self.num_fragments, num_ranks, dtype=torch.float64)
@@ -58,14 +60,17 @@ class Alone:
         self.flight = None
         self.num_rounds = 0
 
-    def divide(self, sizes: list[int]) -> list[list[int]]:
-        ends = list(itertools.accumulate(sizes))
-        middles = [end - size / 2 for end, size in zip(ends, sizes, strict=True)]
-        number = self.num_fragments
-        return [
-            [bucket for bucket, middle in enumerate(middles) if int(middle * number / ends[-1]) == fragment]
-            for fragment in range(number)
-        ]
+    def divide(self, sizes: list[int]) -> list[list[tuple[int, slice]]]:
+        """Cut buckets that are larger than a fragment; a piece belongs where its middle lies."""
+        most, before = max(self.least_bytes / 4, sum(sizes) / self.num_fragments), 0
+        fragments = [[] for _ in range(self.num_fragments)]
+        for bucket, size in enumerate(sizes):
+            count = math.ceil(size / most)
+            for start, stop in itertools.pairwise(size * part // count for part in range(count + 1)):
+                middle = before + (start + stop) / 2
+                fragments[int(middle * self.num_fragments / sum(sizes))].append((bucket, slice(start, stop)))
+            before += size
+        return fragments
 
     def values(self, rank: int, bucket: int) -> torch.Tensor:
         parameters = list(self.models[rank].parameters())
@@ -102,25 +107,29 @@ class Alone:
     def send(self) -> None:
         fragment = self.num_rounds % self.num_fragments
         self.num_rounds += 1
-        sent = [[self.values(rank, one) for rank in range(len(self.models))] for one in self.fragments[fragment]]
+        ranks = range(len(self.models))
+        sent = [[self.values(rank, one)[part] for rank in ranks] for one, part in self.fragments[fragment]]
         self.flight = self.fragments[fragment], sent, self.samples[fragment].tolist()
         self.samples[fragment] = 0
 
     def land(self) -> None:
         if self.flight is None:
             return
-        (buckets, sent, samples), self.flight = self.flight, None
-        for bucket, values in zip(buckets, sent, strict=True):
-            new = mean(values, samples, self.starts[bucket])
+        (pieces, sent, samples), self.flight = self.flight, None
+        for (bucket, part), values in zip(pieces, sent, strict=True):
+            start, velocity = self.starts[bucket][part], self.velocities[bucket][part]
+            new = mean(values, samples, start)
             if self.rule.outer is not None and sum(samples):
-                rule, difference = self.rule.outer, self.starts[bucket] - new
-                self.velocities[bucket] = self.velocities[bucket] * rule.momentum + difference
-                change = torch.add(difference, self.velocities[bucket], alpha=rule.momentum)
-                new = torch.add(self.starts[bucket], change, alpha=-rule.learning_rate)
+                rule, difference = self.rule.outer, start - new
+                velocity.copy_(velocity * rule.momentum + difference)
+                change = torch.add(difference, velocity, alpha=rule.momentum)
+                new = torch.add(start, change, alpha=-rule.learning_rate)
             for rank, own in enumerate(values):
-                now = self.values(rank, bucket)
-                self.write(rank, bucket, new if torch.equal(now, own) else now + (new - own))
-            self.starts[bucket] = new
+                whole = self.values(rank, bucket)
+                now = whole[part]
+                whole[part] = new if torch.equal(now, own) else now + (new - own)
+                self.write(rank, bucket, whole)
+            start.copy_(new)
 
 
 def mean(values, weights, start: torch.Tensor) -> torch.Tensor:
@@ -146,8 +155,12 @@ def mean(values, weights, start: torch.Tensor) -> torch.Tensor:
     ids=["fragments", "momentum", "whole", "in turn", "no data"],
 )
 @pytest.mark.parametrize("make", [make_adam, make_sgd])
-def test_training_equals_a_replay_in_one_process(rule: LocalSteps, num_steps: list[int], make) -> None:
-    """Ranks that make fewer steps follow the others, and the last rounds make all equal."""
+@pytest.mark.parametrize("least_bytes", [1, LEAST_BYTES], ids=["cut", "uncut"])
+def test_training_equals_a_replay_in_one_process(
+    rule: LocalSteps, num_steps: list[int], make, least_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that make fewer steps follow the others, and the last rounds make all equal; also of buckets in pieces."""
+    monkeypatch.setattr("syncline.updates.local_steps.LEAST_BYTES", least_bytes)
 
     def body(fleet):
         model, optimizer = start(fleet, rule, make)
@@ -159,7 +172,7 @@ def test_training_equals_a_replay_in_one_process(rule: LocalSteps, num_steps: li
         return before, parameters_of(model), optimizer.iteration, optimizer.statistics()
 
     results = run_fleets(3, body)
-    alone = Alone(rule, 3, make)
+    alone = Alone(rule, 3, make, least_bytes)
     for step in range(max(num_steps)):
         alone.step(num_steps, step)
         for rank, (before, *_) in enumerate(results):

@@ -1,8 +1,9 @@
 """Local steps: each party trains by itself, and what it has changed is averaged with the others' once a period.
 
-The parameters are divided into *fragments*, whose rounds come one after the other, evenly over a period. With
-``overlap`` a fragment's sum is on its way while the next batches are computed, and is merged when the next fragment
-goes: at a step that is the same on all ranks, however long it took. What a rank has moved meanwhile stays on top,
+The parameters are divided into *fragments* of about the same size, for which large buckets are cut, as the largest says
+how fast links must be. Their rounds come one after the other, evenly over a period. With ``overlap`` a fragment's sum
+is on its way while the next batches are computed, and is merged when the next fragment goes: at a step that is the same
+on all ranks, however long it took. What a rank has moved meanwhile stays on top,
 
     parameters = what the round makes of the global ones + (parameters now - parameters that were sent)
 
@@ -20,7 +21,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -30,9 +32,9 @@ from syncline.runtime.work import Work
 from syncline.schedule import Collective
 from syncline.schedule.replicas import Replicate, find_parties
 from syncline.updates.allreduce import AllReduceUpdater
-from syncline.updates.bucket import Bucket
+from syncline.updates.bucket import Bucket, BucketPlan, Slot
 from syncline.updates.bucket_collectives import BucketCollectives
-from syncline.updates.bucket_schedule import BucketScheduleOptions, plan_bucket_schedules
+from syncline.updates.bucket_schedule import BucketSchedule, BucketScheduleOptions, plan_bucket_schedules
 from syncline.updates.combinations import COMPRESSED, OF_LOCAL_STEPS, Combination
 from syncline.updates.compression import Compress, compress
 from syncline.updates.control import ControlStream
@@ -52,6 +54,22 @@ from syncline.updates.state import StateSource, key_of_rank, state_of_rank
 
 
 VELOCITY = "outer_velocity"
+LEAST_BYTES = 128 * 1024
+"""Of a bucket that is cut: what is less costs its calls, and not its bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What moves together in a round: elements ``start`` to ``stop`` of a bucket; ``plan`` is that of these alone."""
+
+    bucket: Bucket
+    start: int
+    stop: int
+    plan: BucketPlan
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return a view of this piece in a flat tensor of the whole bucket."""
+        return flat[self.start : self.stop]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +103,12 @@ class OuterStep:
         self._velocity = torch.zeros_like(bucket.parameters)
 
     @torch.no_grad()
-    def apply(self, start: torch.Tensor, average: torch.Tensor) -> None:
+    def apply(self, piece: Piece, start: torch.Tensor, average: torch.Tensor) -> None:
         """Replace ``average`` by what the outer optimizer makes of its difference from ``start``."""
         self._load_velocity()
-        difference = start - average
-        self._velocity.mul_(self._rule.momentum).add_(difference)
-        change = difference.add_(self._velocity, alpha=self._rule.momentum)
+        difference, velocity = start - average, piece.of(self._velocity)
+        velocity.mul_(self._rule.momentum).add_(difference)
+        change = difference.add_(velocity, alpha=self._rule.momentum)
         torch.add(start, change, alpha=-self._rule.learning_rate, out=average)
         self._show_velocity()
 
@@ -129,7 +147,8 @@ class LocalSteps(WholeRule):
     host each rank is a party). The ranks of a party average their gradients in every batch, as with ``AllReduce()``, so
     that fewer parties drift apart, and slow links carry less. Others are named as with ``Sharded(replicate=)``; None:
     each rank. ``compress``: what slow links carry of rounds, as with :class:`Sharded`.
-    ``bucket_bytes``: how much moves together, about; fragments are made of whole buckets.
+    ``bucket_bytes``: how much moves together, about; a bucket that is larger than a fragment is cut for rounds, but not
+    if they are compressed.
 
     The user's optimizer steps; its state is each rank's own. Parameters are equal on all ranks when
     ``optimizer.end_period()`` has returned, which :func:`save_checkpoint` calls by itself; call it before you evaluate.
@@ -199,7 +218,17 @@ class LocalStepsUpdater(WholeUpdater):
         self.parties = find_parties(self.collectives.communicator.topology, rule.parties)
         self._ranks = next(ranks for ranks in self.parties if self.collectives.rank in ranks)
         self._party = _open_party(setting, self._ranks)
-        self._fragments = _divide(self.buckets, min(rule.fragments, rule.period))
+        number = min(rule.fragments, rule.period)
+        self._pieces = _cut(self.buckets, 1 if self.collectives.crossing is not None else number)
+        self._fragments = _divide(self._pieces, number)
+        self._in_pieces = self.collectives
+        """What moves them."""
+        if len(self._pieces) > len(self.buckets):
+            self._in_pieces = BucketCollectives(
+                self.collectives.communicator,
+                control=self.collectives.control,
+                bucket_schedules=self._plan_pieces(setting.reserve_streams(len(self._pieces)).start),
+            )
         self._starts = [bucket.parameters.clone() for bucket in self.buckets]
         self._outer = [OuterStep(one, self.optimizer, rule.outer) for one in self.buckets if rule.outer is not None]
         self._flight: Round | None = None
@@ -314,6 +343,8 @@ class LocalStepsUpdater(WholeUpdater):
         """Give up what is under way."""
         if self._party is not None:
             self._party.collectives.communicator.close()
+        if self._in_pieces is not self.collectives:
+            self._in_pieces.close()
         self.collectives.close()
 
     def release(self) -> None:
@@ -321,6 +352,17 @@ class LocalStepsUpdater(WholeUpdater):
         super().release()
         self._starts.clear()
         self._outer.clear()
+
+    def divide_anew(self) -> None:
+        """Let pieces move by the network's plan as it is now."""
+        if self._in_pieces is not self.collectives:
+            first = self._in_pieces.bucket_schedules[0].stream
+            self._in_pieces.enter(self.collectives.communicator, self._plan_pieces(first))
+
+    def _plan_pieces(self, first_stream: int) -> tuple[BucketSchedule, ...]:
+        plans = [piece.plan for piece in self._pieces]
+        options = BucketScheduleOptions(is_divided=False)
+        return plan_bucket_schedules(self.collectives.communicator, plans, options, first_stream=first_stream)
 
     def _num_sends(self, step: int) -> int:
         """Return how many rounds have begun by the end of a step, spread evenly over each period."""
@@ -330,14 +372,11 @@ class LocalStepsUpdater(WholeUpdater):
         """Begin the next round, of the fragment whose turn it is."""
         number = self._next_round % len(self._fragments)
         self._next_round += 1
-        moves = tuple(
-            Move(
-                bucket,
-                self._starts[bucket.index],
-                bucket.parameters.clone() if self._rule.overlap and not ends else bucket.parameters,
-            )
-            for bucket in self._fragments[number]
-        )
+        copies = self._rule.overlap and not ends
+        moves = []
+        for piece in self._fragments[number]:
+            now = piece.of(piece.bucket.parameters)
+            moves.append(Move(piece.plan, piece.of(self._starts[piece.bucket.index]), now.clone() if copies else now))
         weight, self._unsent[number] = self._unsent[number], 0.0
         self._flight = Round(
             moves,
@@ -349,8 +388,8 @@ class LocalStepsUpdater(WholeUpdater):
             is_coded=self.collectives.crossing is not None,
         )
 
-    def _start_sum(self, bucket: Bucket, steps: torch.Tensor) -> Work:
-        return self.collectives.start(bucket, Collective.ALL_REDUCE, self.step_number, values=steps)
+    def _start_sum(self, plan: Bucket | BucketPlan, steps: torch.Tensor) -> Work:
+        return self._in_pieces.start(plan, Collective.ALL_REDUCE, self.step_number, values=steps)
 
     @torch.no_grad()
     def _land(self) -> torch.Tensor:
@@ -358,6 +397,7 @@ class LocalStepsUpdater(WholeUpdater):
         if self._flight is None:
             return torch.empty(0, 2)
         flight, self._flight = self._flight, None
+        pieces = self._fragments[(self._next_round - 1) % len(self._fragments)]
         start_s = time.monotonic()
         self._num_waits += not flight.is_over
         with self.collectives.communicator.progress.waiting("round"):
@@ -365,14 +405,14 @@ class LocalStepsUpdater(WholeUpdater):
         self._waited_s += time.monotonic() - start_s
         self._num_rounds += 1
         has_weight = sum(flight.weights) > 0
-        for move, new in zip(flight.moves, means, strict=True):
-            bucket = move.bucket
+        for piece, move, new in zip(pieces, flight.moves, means, strict=True):
             if self._outer and has_weight:
-                self._outer[bucket.index].apply(move.start, new)
-            if move.values is bucket.parameters:
-                bucket.parameters.copy_(new)
+                self._outer[piece.bucket.index].apply(piece, move.start, new)
+            now = piece.of(piece.bucket.parameters)
+            if move.values.data_ptr() == now.data_ptr():
+                now.copy_(new)
             else:
-                bucket.parameters.add_(new - move.values)
+                now.add_(new - move.values)
             move.start.copy_(new)
         return flight.wait_told()
 
@@ -393,13 +433,27 @@ def _open_party(setting: Setting, ranks: Sequence[int]) -> AllReduceUpdater | No
     return AllReduceUpdater(Setting(buckets=buckets, optimizer=optimizer, collectives=collectives, tuner=tuner))
 
 
-def _divide(buckets: Sequence[Bucket], number: int) -> list[list[Bucket]]:
-    """Divide buckets into fragments of about as many bytes, in forward order; some are empty if there are few."""
-    total = sum(bucket.plan.num_bytes for bucket in buckets)
-    fragments: list[list[Bucket]] = [[] for _ in range(number)]
-    before = 0
+def _cut(buckets: Sequence[Bucket], number: int) -> list[Piece]:
+    """Cut what is larger than one of ``number`` equal fragments into equal pieces, in forward order."""
+    most = max(LEAST_BYTES, sum(bucket.plan.num_bytes for bucket in buckets) / number)
+    pieces: list[Piece] = []
     for bucket in buckets:
-        middle = before + bucket.plan.num_bytes / 2
-        fragments[int(middle * number / total)].append(bucket)
-        before += bucket.plan.num_bytes
+        count, size = math.ceil(bucket.plan.num_bytes / most), bucket.plan.num_elements
+        for start, stop in pairwise(size * part // count for part in range(count + 1)):
+            shape = (stop - start,)
+            whole = Slot(name=f"{start} to {stop}", position=0, start=0, stop=shape[0], shape=shape, stride=(1,))
+            plan = replace(bucket.plan, index=len(pieces), slots=(whole,))
+            pieces.append(Piece(bucket=bucket, start=start, stop=stop, plan=plan))
+    return pieces
+
+
+def _divide(pieces: Sequence[Piece], number: int) -> list[list[Piece]]:
+    """Divide pieces into fragments of about as many bytes, in forward order; some are empty if there are few."""
+    total = sum(piece.plan.num_bytes for piece in pieces)
+    fragments: list[list[Piece]] = [[] for _ in range(number)]
+    before = 0
+    for piece in pieces:
+        middle = before + piece.plan.num_bytes / 2
+        fragments[int(middle * number / total)].append(piece)
+        before += piece.plan.num_bytes
     return fragments

@@ -23,7 +23,7 @@ import torch
 
 from syncline.errors import UpdateError, name_ranks
 from syncline.runtime.work import Work
-from syncline.updates.bucket import Bucket
+from syncline.updates.bucket import Bucket, BucketPlan
 from syncline.updates.control import ControlStream
 from syncline.updates.flat import shares
 
@@ -72,9 +72,9 @@ def from_steps(total: torch.Tensor, start: torch.Tensor, *, exponent: int, out: 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Where the parameters of a bucket were when all ranks had the same, and where this rank's are now."""
+    """Where parameters were when all ranks had the same, and where this rank's are now: those of a bucket or a plan."""
 
-    bucket: Bucket
+    bucket: Bucket | BucketPlan
     start: torch.Tensor
     values: torch.Tensor
 
@@ -102,7 +102,7 @@ class Round:
         weight: float,
         told: Sequence[float],
         control: ControlStream,
-        start_sum: Callable[[Bucket, torch.Tensor], Work],
+        start_sum: Callable[[Bucket | BucketPlan, torch.Tensor], Work],
         label: str,
         is_coded: bool = False,
     ) -> None:
@@ -165,7 +165,7 @@ class Round:
             if self._is_coded and move.start.dtype == torch.float32:
                 steps = (move.values - move.start).mul_(share).cpu()
             else:
-                exponent = exponent_for(furthest, move.bucket.plan.dtype)
+                exponent = exponent_for(furthest, move.start.dtype)
                 steps = to_steps(move.values, move.start, share=share, exponent=exponent)
             sums.append(_Sum(self._start_sum(move.bucket, steps), steps, exponent))
         return sums
