@@ -55,12 +55,13 @@ def train(task: LearningTask, method: Method, num_steps: int, compute_s: float) 
         model = DistributedDataParallel(task.model)
     else:
         model, optimizer = syncline.distribute(task.model, optimizer, _rule(method), samples="batch")
+    begun_s = time.monotonic()
     model.register_full_backward_pre_hook(lambda *_: sleep_until(begun_s + WAITED_PART * compute_s))
     dist.barrier()
     kept = [(time.monotonic(), flat(task.model))]
     for step in range(1, num_steps + 1):
         begun_s = time.monotonic()
-        loss = task.loss(model, *task.draw(step))
+        loss: Any = task.loss(model, *task.draw(step))
         sleep_until(begun_s + FORWARD_PART * compute_s)
         loss.backward()
         optimizer.step()
@@ -97,13 +98,12 @@ def run_rank(task_name: str, method: str, seed: int, num_steps: int, compute_s: 
 def judge(task_name: str, seed: int, ranks: list[Any]) -> list[tuple[float, int, float]]:
     """Return, of every fourth step, the seconds since the beginning, the step, and the loss of the ranks' mean."""
     task = TASKS[task_name](0, len(ranks), seed)
+    sizes = [parameter.numel() for parameter in task.model.parameters()]
     begun_s = max(kept[0][0] for kept in ranks)
     curve = []
     for index in range(1, len(ranks[0])):
         mean = torch.stack([kept[index][1] for kept in ranks]).mean(0)
-        for parameter, values in zip(
-            task.model.parameters(), mean.split([each.numel() for each in task.model.parameters()]), strict=True
-        ):
+        for parameter, values in zip(task.model.parameters(), torch.split(mean, sizes), strict=True):
             parameter.copy_(values.view_as(parameter))
         loss = float(task.loss(task.model, *task.held_out))
         curve.append((max(kept[index][0] for kept in ranks) - begun_s, index * EVERY, loss))

@@ -59,7 +59,7 @@ LEAST_BYTES = 128 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class BucketPart:
     """What moves together in a round: elements ``start`` to ``stop`` of a bucket; ``plan`` is that of these alone."""
 
     bucket: Bucket
@@ -68,7 +68,7 @@ class Piece:
     plan: BucketPlan
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a view of this piece in a flat tensor of the whole bucket."""
+        """Return a view of this part in a flat tensor of the whole bucket."""
         return flat[self.start : self.stop]
 
 
@@ -103,10 +103,10 @@ class OuterStep:
         self._velocity = torch.zeros_like(bucket.parameters)
 
     @torch.no_grad()
-    def apply(self, piece: Piece, start: torch.Tensor, average: torch.Tensor) -> None:
+    def apply(self, part: BucketPart, start: torch.Tensor, average: torch.Tensor) -> None:
         """Replace ``average`` by what the outer optimizer makes of its difference from ``start``."""
         self._load_velocity()
-        difference, velocity = start - average, piece.of(self._velocity)
+        difference, velocity = start - average, part.of(self._velocity)
         velocity.mul_(self._rule.momentum).add_(difference)
         change = difference.add_(velocity, alpha=self._rule.momentum)
         torch.add(start, change, alpha=-self._rule.learning_rate, out=average)
@@ -219,15 +219,15 @@ class LocalStepsUpdater(WholeUpdater):
         self._ranks = next(ranks for ranks in self.parties if self.collectives.rank in ranks)
         self._party = _open_party(setting, self._ranks)
         number = min(rule.fragments, rule.period)
-        self._pieces = _cut(self.buckets, 1 if self.collectives.crossing is not None else number)
-        self._fragments = _divide(self._pieces, number)
-        self._in_pieces = self.collectives
+        self._parts = _cut(self.buckets, 1 if self.collectives.crossing is not None else number)
+        self._fragments = _divide(self._parts, number)
+        self._in_parts = self.collectives
         """What moves them."""
-        if len(self._pieces) > len(self.buckets):
-            self._in_pieces = BucketCollectives(
+        if len(self._parts) > len(self.buckets):
+            self._in_parts = BucketCollectives(
                 self.collectives.communicator,
                 control=self.collectives.control,
-                bucket_schedules=self._plan_pieces(setting.reserve_streams(len(self._pieces)).start),
+                bucket_schedules=self._plan_parts(setting.reserve_streams(len(self._parts)).start),
             )
         self._starts = [bucket.parameters.clone() for bucket in self.buckets]
         self._outer = [OuterStep(one, self.optimizer, rule.outer) for one in self.buckets if rule.outer is not None]
@@ -343,8 +343,8 @@ class LocalStepsUpdater(WholeUpdater):
         """Give up what is under way."""
         if self._party is not None:
             self._party.collectives.communicator.close()
-        if self._in_pieces is not self.collectives:
-            self._in_pieces.close()
+        if self._in_parts is not self.collectives:
+            self._in_parts.close()
         self.collectives.close()
 
     def release(self) -> None:
@@ -354,13 +354,13 @@ class LocalStepsUpdater(WholeUpdater):
         self._outer.clear()
 
     def divide_anew(self) -> None:
-        """Let pieces move by the network's plan as it is now."""
-        if self._in_pieces is not self.collectives:
-            first = self._in_pieces.bucket_schedules[0].stream
-            self._in_pieces.enter(self.collectives.communicator, self._plan_pieces(first))
+        """Let parts move by the network's plan as it is now."""
+        if self._in_parts is not self.collectives:
+            first = self._in_parts.bucket_schedules[0].stream
+            self._in_parts.enter(self.collectives.communicator, self._plan_parts(first))
 
-    def _plan_pieces(self, first_stream: int) -> tuple[BucketSchedule, ...]:
-        plans = [piece.plan for piece in self._pieces]
+    def _plan_parts(self, first_stream: int) -> tuple[BucketSchedule, ...]:
+        plans = [part.plan for part in self._parts]
         options = BucketScheduleOptions(is_divided=False)
         return plan_bucket_schedules(self.collectives.communicator, plans, options, first_stream=first_stream)
 
@@ -374,9 +374,9 @@ class LocalStepsUpdater(WholeUpdater):
         self._next_round += 1
         copies = self._rule.overlap and not ends
         moves = []
-        for piece in self._fragments[number]:
-            now = piece.of(piece.bucket.parameters)
-            moves.append(Move(piece.plan, piece.of(self._starts[piece.bucket.index]), now.clone() if copies else now))
+        for part in self._fragments[number]:
+            now = part.of(part.bucket.parameters)
+            moves.append(Move(part.plan, part.of(self._starts[part.bucket.index]), now.clone() if copies else now))
         weight, self._unsent[number] = self._unsent[number], 0.0
         self._flight = Round(
             moves,
@@ -389,7 +389,7 @@ class LocalStepsUpdater(WholeUpdater):
         )
 
     def _start_sum(self, plan: Bucket | BucketPlan, steps: torch.Tensor) -> Work:
-        return self._in_pieces.start(plan, Collective.ALL_REDUCE, self.step_number, values=steps)
+        return self._in_parts.start(plan, Collective.ALL_REDUCE, self.step_number, values=steps)
 
     @torch.no_grad()
     def _land(self) -> torch.Tensor:
@@ -397,7 +397,7 @@ class LocalStepsUpdater(WholeUpdater):
         if self._flight is None:
             return torch.empty(0, 2)
         flight, self._flight = self._flight, None
-        pieces = self._fragments[(self._next_round - 1) % len(self._fragments)]
+        parts = self._fragments[(self._next_round - 1) % len(self._fragments)]
         start_s = time.monotonic()
         self._num_waits += not flight.is_over
         with self.collectives.communicator.progress.waiting("round"):
@@ -405,10 +405,10 @@ class LocalStepsUpdater(WholeUpdater):
         self._waited_s += time.monotonic() - start_s
         self._num_rounds += 1
         has_weight = sum(flight.weights) > 0
-        for piece, move, new in zip(pieces, flight.moves, means, strict=True):
+        for part, move, new in zip(parts, flight.moves, means, strict=True):
             if self._outer and has_weight:
-                self._outer[piece.bucket.index].apply(piece, move.start, new)
-            now = piece.of(piece.bucket.parameters)
+                self._outer[part.bucket.index].apply(part, move.start, new)
+            now = part.of(part.bucket.parameters)
             if move.values.data_ptr() == now.data_ptr():
                 now.copy_(new)
             else:
@@ -433,27 +433,27 @@ def _open_party(setting: Setting, ranks: Sequence[int]) -> AllReduceUpdater | No
     return AllReduceUpdater(Setting(buckets=buckets, optimizer=optimizer, collectives=collectives, tuner=tuner))
 
 
-def _cut(buckets: Sequence[Bucket], number: int) -> list[Piece]:
-    """Cut what is larger than one of ``number`` equal fragments into equal pieces, in forward order."""
-    most = max(LEAST_BYTES, sum(bucket.plan.num_bytes for bucket in buckets) / number)
-    pieces: list[Piece] = []
+def _cut(buckets: Sequence[Bucket], num_fragments: int) -> list[BucketPart]:
+    """Cut what is larger than one of so many equal fragments into equal parts, in forward order."""
+    most = max(LEAST_BYTES, sum(bucket.plan.num_bytes for bucket in buckets) / num_fragments)
+    parts: list[BucketPart] = []
     for bucket in buckets:
         count, size = math.ceil(bucket.plan.num_bytes / most), bucket.plan.num_elements
-        for start, stop in pairwise(size * part // count for part in range(count + 1)):
+        for start, stop in pairwise(size * number // count for number in range(count + 1)):
             shape = (stop - start,)
             whole = Slot(name=f"{start} to {stop}", position=0, start=0, stop=shape[0], shape=shape, stride=(1,))
-            plan = replace(bucket.plan, index=len(pieces), slots=(whole,))
-            pieces.append(Piece(bucket=bucket, start=start, stop=stop, plan=plan))
-    return pieces
+            plan = replace(bucket.plan, index=len(parts), slots=(whole,))
+            parts.append(BucketPart(bucket=bucket, start=start, stop=stop, plan=plan))
+    return parts
 
 
-def _divide(pieces: Sequence[Piece], number: int) -> list[list[Piece]]:
-    """Divide pieces into fragments of about as many bytes, in forward order; some are empty if there are few."""
-    total = sum(piece.plan.num_bytes for piece in pieces)
-    fragments: list[list[Piece]] = [[] for _ in range(number)]
+def _divide(parts: Sequence[BucketPart], number: int) -> list[list[BucketPart]]:
+    """Divide parts into fragments of about as many bytes, in forward order; some are empty if there are few."""
+    total = sum(part.plan.num_bytes for part in parts)
+    fragments: list[list[BucketPart]] = [[] for _ in range(number)]
     before = 0
-    for piece in pieces:
-        middle = before + piece.plan.num_bytes / 2
-        fragments[int(middle * number / total)].append(piece)
-        before += piece.plan.num_bytes
+    for part in parts:
+        middle = before + part.plan.num_bytes / 2
+        fragments[int(middle * number / total)].append(part)
+        before += part.plan.num_bytes
     return fragments

@@ -25,7 +25,7 @@ from syncline.observe import Trace
 from syncline.runtime.failures import LOOK
 from syncline.runtime.port import Port
 from syncline.runtime.work import Work
-from syncline.updates.bucket import Bucket
+from syncline.updates.bucket import Bucket, BucketPlan
 from syncline.updates.control import ControlStream
 from syncline.updates.messaging import LOOK_S, STALL_GRACE_S, Driver, LeftBehind
 from syncline.updates.overlapped.link import BucketLayout, Feed, HostedShard, WorkerLink
@@ -209,7 +209,7 @@ class TreeMean:
             bucket.parameters.copy_(mean)
         self.means = []
 
-    def _start_sum(self, bucket: Bucket, steps: torch.Tensor) -> Work:
+    def _start_sum(self, bucket: Bucket | BucketPlan, steps: torch.Tensor) -> Work:
         return self._control.start_sum(steps, f"mean of bucket {bucket.index} at the end of a period")
 
 
