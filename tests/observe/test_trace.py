@@ -166,6 +166,21 @@ def test_merging_uses_wall_clocks_between_machines(tmp_path):
     assert [span["ts"] for span in spans_of(tmp_path / "all.json")] == [0.0, 0.0]
 
 
+def test_what_hosts_have_merged_is_merged_as_their_ranks_would_be(tmp_path):
+    for rank, wall_ns in enumerate((50_000_000, 53_000_000)):
+        trace = Trace(rank=rank)
+        trace._anchor = (1_000 + rank, wall_ns)
+        trace.span("step", "compute", 1_000 + rank, 2_000)
+        trace.save(tmp_path / "own.json")
+        text = (tmp_path / "own.json").read_text()
+        (tmp_path / "own.json").write_text(text.replace('"boot": "', f'"boot": "{rank}'))
+        merge_traces([tmp_path / "own.json"], tmp_path / f"host-{rank}.json")
+    merge_traces([tmp_path / f"host-{rank}.json" for rank in range(2)], tmp_path / "all.json")
+    merge_traces([tmp_path / "all.json"], tmp_path / "again.json")
+    for name in ("all", "again"):
+        assert [(span["pid"], span["ts"]) for span in spans_of(tmp_path / f"{name}.json")] == [(0, 0.0), (1, 3000.0)]
+
+
 def test_a_trace_cut_by_a_kill_is_merged_as_far_as_it_goes(tmp_path):
     trace = Trace(path=tmp_path / "t.json")
     trace.span("whole", "compute", 0, 1)

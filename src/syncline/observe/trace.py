@@ -41,6 +41,9 @@ _LANED = frozenset({"call", "communication", "from device", "to device", "push",
 FLUSH_EVENTS = 4096
 """Events that are encoded together at the latest; that many take some 10 ms."""
 _log = logging.getLogger(__name__)
+_CLOCK = "syncline_clock"
+_MERGED = '{"traceEvents": ['
+"""How a file of several ranks begins."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _Event = tuple[str, str, str, int, int, dict[str, Any]]
 """Phase letter of the format, name, category, start, end (both in ns), arguments."""
@@ -249,7 +252,7 @@ class Trace:
         return [
             _metadata(rank, "process_name", name=f"rank {rank}" + (f" (host {host})" if host else "")),
             _metadata(rank, "process_sort_index", sort_index=rank),
-            _metadata(rank, "syncline_clock", monotonic_ns=monotonic_ns, wall_ns=wall_ns, boot=_boot_id()),
+            _metadata(rank, _CLOCK, monotonic_ns=monotonic_ns, wall_ns=wall_ns, boot=_boot_id()),
         ]
 
     def _tail(self) -> str:
@@ -315,6 +318,8 @@ def _boot_id() -> str:
 def merge_traces(paths: Iterable[str | Path], out: str | Path) -> int:
     """Write the events of all ``paths`` to ``out`` (Chrome trace JSON), times from zero; returns how many.
 
+    A file that was written so, on another host, may be one of them.
+
     A file that ends in the middle of a line, because its rank was killed, gives what it has.
 
     >>> traces = [Trace(rank=rank, path=f"trace-{rank}.json") for rank in range(2)]
@@ -349,20 +354,25 @@ def align_events(ranks: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     anchors_ns: dict[str, int] = {}
     moved = [event for events in ranks for event in _on_wall_clock(events, anchors_ns)]
     first_us = min((event["ts"] for event in moved if "ts" in event), default=0.0)
+    zero = {"monotonic_ns": 0, "wall_ns": round(first_us * 1000), "boot": ""}
     for event in moved:
         if "ts" in event:
             event["ts"] = round(event["ts"] - first_us, 3)
-    return moved
+    return [{**event, "args": zero} if event["name"] == _CLOCK else event for event in moved]
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
+        text = path.read_text(encoding="utf-8")
+        if text.startswith(_MERGED):
+            return list(json.loads(text)["traceEvents"])
+    except (OSError, ValueError) as error:
         raise ConfigurationError(f"A trace must be a readable file; '{path}' is not: {error}") from error
-    if not lines or lines[0] != "[":
-        raise ConfigurationError(f"'{path}' is not a trace that syncline wrote; its first line must be '['")
-    events = [_event(line) for line in lines[1:]]
+    if not text.startswith("[\n"):
+        raise ConfigurationError(
+            f"'{path}' is not a trace that syncline wrote: it begins neither with '[' nor {_MERGED}"
+        )
+    events = [_event(line) for line in text.splitlines()[1:]]
     return [event for event in events if event is not None]
 
 
@@ -376,7 +386,7 @@ def _event(line: str) -> dict[str, Any] | None:
 
 def _on_wall_clock(events: list[dict[str, Any]], anchors_ns: dict[str, int]) -> list[dict[str, Any]]:
     """Move monotonic times to wall time; the first anchor of a boot serves all its ranks."""
-    clocks = [event["args"] for event in events if event["name"] == "syncline_clock"]
+    clocks = [event["args"] for event in events if event["name"] == _CLOCK]
     clock: dict[str, Any] = clocks[0] if clocks else {"monotonic_ns": 0, "wall_ns": 0, "boot": ""}
     own_ns = clock["wall_ns"] - clock["monotonic_ns"]
     offset_ns = anchors_ns.setdefault(clock["boot"], own_ns) if clock["boot"] else own_ns

@@ -121,7 +121,7 @@ class JobTrace:
 
 
 def read_job_trace(path: str | Path) -> JobTrace:
-    """Read a file that ``syncline run --trace`` wrote, one rank's own, or a folder with those of several.
+    """Read a file that ``syncline run --trace`` wrote, one rank's own, or a folder with those of ranks or hosts.
 
     Raises :class:`ConfigurationError` for what is none.
 
@@ -136,11 +136,7 @@ def read_job_trace(path: str | Path) -> JobTrace:
             if not parts:
                 raise ConfigurationError(f"a trace must be a file, or a folder with those of ranks; '{path}' has none")
             return build_job_trace(gather_events(parts))
-        with path.open(encoding="utf-8") as file:
-            if file.read(1) != "{":
-                return build_job_trace(gather_events([path]))
-            file.seek(0)
-            return build_job_trace(json.load(file)["traceEvents"])
+        return build_job_trace(gather_events([path]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(
             f"'{path}' cannot be read as a trace ({error}); name one that syncline run --trace wrote"
