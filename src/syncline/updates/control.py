@@ -95,7 +95,7 @@ class ControlStream:
         joined = torch.zeros(ends[-1], dtype=torch.uint8)
         joined[ends[own] - len(payload) : ends[own]] = payload
         pieces = torch.split(self.sum(joined, label), sizes.tolist())
-        return [json.loads(bytes(piece.tolist())) for piece in pieces if piece.any()]
+        return [json.loads(piece.numpy().tobytes()) for piece in pieces if piece.any()]
 
     @property
     def _place(self) -> tuple[int, int]:

@@ -123,9 +123,11 @@ class ShardView:
                 taken[key] = copied(value)
         return taken
 
-    def load_elements(self, source: StateSource, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor like the view that ``source`` fills."""
-        target = torch.empty_like(self.tensor, dtype=dtype, requires_grad=False)
+    def load_elements(self, source: StateSource, key: str, dtype: torch.dtype, before: Any) -> torch.Tensor:
+        """Return a tensor like the view that ``source`` fills; the one ``before``, as new memory takes time to find."""
+        like = self.tensor.shape, self.tensor.stride(), dtype
+        is_like = isinstance(before, torch.Tensor) and (before.shape, before.stride(), before.dtype) == like
+        target = before if is_like else torch.empty_like(self.tensor, dtype=dtype, requires_grad=False)
         for segment, part in self.elements(target):
             source.fill(segment.slot, key, segment.start - segment.slot.start, part)
         return target
@@ -273,19 +275,24 @@ class Shard:
         """Replace the state by the owned part of what ``source`` has; parameters that it lacks start anew."""
         if self._inner is None:
             return
+        values = {segment.slot.name: source.values(segment.slot.name) for segment in self.segments}
         kinds: dict[tuple[int, tuple[tuple[str, str], ...]], list[Segment]] = {}
         for number, group in enumerate(self._groups):
             for segment in group:
                 # single values such as the number of steps are a whole view's, so they must be equal within it
-                kind = tuple((key, repr(value)) for key, value in sorted(source.values(segment.slot.name).items()))
+                kind = tuple((key, _kind_of(value)) for key, value in sorted(values[segment.slot.name].items()))
                 kinds.setdefault((number, kind), []).append(segment)
         groups = [[segment] for segment in self.segments] if self._whole else list(kinds.values())
+        held = {view.segments: self._inner.state.get(view.tensor, {}) for view in self._views}
         self._inner.state.clear()
         self._replace_views([ShardView(self._bucket, group, shaped=self._whole) for group in groups])
         for view in self._views:
+            told, before = values[view.segments[0].slot.name], held.get(view.segments, {})
             loaded = {
-                key: view.load_elements(source, key, value) if isinstance(value, torch.dtype) else copied(value)
-                for key, value in source.values(view.segments[0].slot.name).items()
+                key: view.load_elements(source, key, one, before.get(key))
+                if isinstance(one, torch.dtype)
+                else copied(one)
+                for key, one in told.items()
             }
             if loaded:
                 self._inner.state[view.tensor] = loaded
@@ -331,3 +338,8 @@ class Shard:
                 self._inner.state.pop(view.tensor, None)
         self._views = views
         self._inner.param_groups[0]["params"] = [view.tensor for view in views]
+
+
+def _kind_of(value: Any) -> str:
+    """Return a text that two values share if they are the same; a tensor's own may round, and takes a millisecond."""
+    return repr((value.dtype, value.tolist()) if isinstance(value, torch.Tensor) else value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -53,6 +54,7 @@ def decode_single(single: Mapping[str, Any]) -> Any:
     return torch.tensor(single["value"], dtype=dtype_of(single["dtype"]))
 
 
+@cache
 def dtype_of(name: str) -> torch.dtype:
     """Return the number type that ``str(dtype)`` named."""
     dtype = getattr(torch, name.removeprefix("torch."), None)
