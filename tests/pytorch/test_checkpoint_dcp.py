@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import syncline
 from rank_scripts import run_script
 from syncline.errors import CheckpointError
+from syncline.pytorch.checkpoint import storage
 from syncline.pytorch.checkpoint.state import rectangles
 from syncline.pytorch.checkpoint.storage import read_index
 from syncline.pytorch.fleet import Fleet
@@ -122,6 +123,57 @@ def test_torch_reads_what_is_written_here(
     train(model, optimizer, 1, first=STEPS)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+KINDS = (torch.bfloat16, torch.float64, torch.complex64, torch.bool, torch.int8, torch.uint16, torch.float8_e4m3fn)
+
+
+def make_kinds(value: int) -> nn.Module:
+    model = nn.Module()
+    whole = {str(kind).replace(".", "_"): torch.full((3, 2), value).to(kind) for kind in KINDS}
+    odd = {
+        "scalar": torch.tensor(float(value)),
+        "empty": torch.empty(0, 3),
+        "turned": torch.arange(6.0).view(2, 3).t() * value,
+        "conjugate": torch.full((2,), complex(value, value)).conj(),
+    }
+    for name, tensor in (whole | odd).items():
+        model.register_buffer(name, tensor)
+    return model
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise AssertionError("elements need no torch.load()")
+
+
+@pytest.mark.parametrize("reader", ["torch", "ours", "ours, of another torch"])
+def test_elements_of_every_kind_are_read(reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, loaded = make_kinds(1), make_kinds(0)
+    syncline.save_checkpoint(tmp_path / "ours", saved)
+    version = loaded.scalar._version
+    if reader == "torch":
+        dcp.load({"model": loaded.state_dict()}, checkpoint_id=tmp_path / "ours", no_dist=True)
+    elif reader == "ours":
+        monkeypatch.setattr(torch, "load", refuse)
+        syncline.load_checkpoint(tmp_path / "ours", loaded)
+    else:
+        monkeypatch.setattr(storage, "_envelope", lambda *_: (b"another head", b""))
+        syncline.load_checkpoint(tmp_path / "ours", loaded)
+    assert loaded.scalar._version > version, "autograd sees the change"
+    for name, tensor in saved.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name].to(torch.complex64), tensor.to(torch.complex64)), name
+
+
+def test_what_is_stored_is_what_the_index_says(tmp_path: Path) -> None:
+    """An index may lie: of a tensor of another shape, nothing is loaded."""
+    dcp.save({"model": nn.Linear(2, 2).state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    index = tmp_path / "dcp" / ".metadata"
+    metadata = pickle.loads(index.read_bytes())
+    stored = metadata.state_dict_metadata["model.weight"]
+    stored.size = stored.chunks[0].sizes = torch.Size([4, 2])
+    index.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="what is stored is not what its index says: there is tensor"):
+        syncline.load_checkpoint(tmp_path / "dcp", nn.Linear(2, 4), strict=False)
 
 
 def test_fsdp_and_sharded_read_each_other(tmp_path: Path) -> None:

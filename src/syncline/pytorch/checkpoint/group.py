@@ -320,7 +320,7 @@ class Together:
         except SynclineError as error:
             problem = str(error)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, PickleError) as error:
-            problem, cause = _root_of(error), error
+            problem, cause = _told(error), error
         answers = self._exchange({"problem": problem, "result": result}, self._call)
         ranks_by_problem: dict[str, list[int]] = {}
         for rank, answer in enumerate(answers):
@@ -332,11 +332,8 @@ class Together:
         return [answer["result"] for answer in answers]
 
 
-def _root_of(error: BaseException) -> str:
-    """Say what the operating system refused, if it did: torch's writer then fails once more, and says less."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, OSError) and found.strerror:
-            return found.strerror + (f" ({found.filename})" if found.filename else "")
-        found = found.__cause__ or found.__context__
+def _told(error: BaseException) -> str:
+    """Say what the operating system refused, if it did."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f" ({error.filename})" if error.filename else "")
     return f"{type(error).__name__}: {error}"

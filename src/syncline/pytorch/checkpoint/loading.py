@@ -76,8 +76,8 @@ def load_checkpoint(
     group.synchronize()
     together = Together(group.exchange, target, "load_checkpoint()")
     with tell_if_long(f"loading {target}", is_told=group.rank == 0):
-        together.run("cannot read the checkpoint", lambda: _check(place.find(target), group))
-        action = partial(_load, place.find(target), model, group, parts, strict=strict)
+        found = together.run("cannot read the checkpoint", lambda: _check(place.find(target), group))
+        action = partial(_load, *found, model, group, parts, strict=strict)
         return together.run("cannot load the checkpoint", action).extra
 
 
@@ -176,13 +176,13 @@ def resume_together(
     for name in names:
         folder = target.parent / name
         try:
-            together.run("cannot read the checkpoint", partial(_check, folder, group))
+            found = together.run("cannot read the checkpoint", partial(_check, folder, group))
         except CheckpointError as error:
             problems.append(str(error))
             continue
         if problems and (group.fleet is None or group.fleet.rank == 0):
             _log.warning("training goes on from %s, since newer ones are damaged: %s", folder, "; ".join(problems))
-        action = partial(_load, folder, model, group, parts, strict=strict)
+        action = partial(_load, *found, model, group, parts, strict=strict)
         with tell_if_long(f"loading {folder}", is_told=group.rank == 0):
             loaded = together.run("cannot load the checkpoint", action)
         extra = {} if loaded.extra is None else loaded.extra
@@ -210,21 +210,32 @@ def _relative_candidates(target: Path) -> list[str]:
     return [os.path.relpath(folder, target.parent) for folder in place.candidates(target)]
 
 
-def _check(folder: Path, group: CheckpointGroup) -> None:
-    """Raise :class:`CheckpointError` if it is damaged, as far as this rank's share of the files tells."""
+def _check(folder: Path, group: CheckpointGroup) -> tuple[Path, CheckpointManifest | None]:
+    """Raise :class:`CheckpointError` if it is damaged, as far as this rank's share of the files tells.
+
+    Returns what our own manifest says of it, if there is one.
+    """
     from syncline.pytorch.checkpoint.manifest import check_files, read_manifest  # takes a while to load
 
-    if (folder / place.MANIFEST).is_file() or not place.is_checkpoint(folder):
-        files = read_manifest(folder).files
-        check_files(folder, files, part=group.rank, num_parts=group.world_size)
+    if not (folder / place.MANIFEST).is_file() and place.is_checkpoint(folder):
+        return folder, None
+    manifest = read_manifest(folder)
+    check_files(folder, manifest.files, part=group.rank, num_parts=group.world_size)
+    return folder, manifest
 
 
 def _load(
-    folder: Path, model: nn.Module, group: CheckpointGroup, parts: Mapping[str, Stateful], *, strict: bool
+    folder: Path,
+    told: CheckpointManifest | None,
+    model: nn.Module,
+    group: CheckpointGroup,
+    parts: Mapping[str, Stateful],
+    *,
+    strict: bool,
 ) -> CheckpointManifest:
     """Take from a folder what this rank needs, and return what is said of it."""
     targets = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    contents = _read_contents(folder, targets.keys(), group)
+    contents = _read_contents(folder, told, targets.keys(), group)
     manifest = contents.manifest
     wanted = _model_chunks(contents, targets, strict=strict)
     missing = [name for name in parts if name not in manifest.parts]
@@ -277,14 +288,15 @@ class CheckpointContents:
         return {name.removeprefix(prefix) for name in self.table.tensors if name.startswith(prefix)}
 
 
-def _read_contents(folder: Path, model_names: Collection[str], group: CheckpointGroup) -> CheckpointContents:
-    """Read what there is for a model of these names, and for its optimizer."""
-    from syncline.pytorch.checkpoint.manifest import CheckpointManifest, read_manifest
+def _read_contents(
+    folder: Path, told: CheckpointManifest | None, model_names: Collection[str], group: CheckpointGroup
+) -> CheckpointContents:
+    """Say what there is for a model of these names, and for its optimizer, as our manifest has told or DCP's index."""
+    from syncline.pytorch.checkpoint.manifest import CheckpointManifest
     from syncline.pytorch.checkpoint.storage import ChunkTable, read_index  # torch's part of it takes a second
 
-    if (folder / place.MANIFEST).is_file():
-        manifest = read_manifest(folder)
-        return CheckpointContents(table=ChunkTable.of_records(folder, manifest.records), manifest=manifest)
+    if told is not None:
+        return CheckpointContents(table=ChunkTable.of_records(folder, told.records), manifest=told)
     table = read_index(folder)
     model_prefix = _prefix_of_model(table, model_names)
     optimizer, prefix = None, None if group.optimizer is None else _prefix_of_optimizer(table, model_prefix)

@@ -220,16 +220,12 @@ def _write(
 ) -> None:
     """Write the checkpoint, together with the others; on the training thread, or in the background."""
     from syncline.pytorch.checkpoint import storage  # which would hold up training, in its first save
-    from syncline.pytorch.checkpoint.manifest import checksums
 
     target = snapshot.target
     together = Together(exchange, target, _SAVE, storing)
 
     def write_part() -> dict[str, Any]:
-        folder = place.writing_folder(target)
-        records = storage.write_chunks(folder, snapshot.state, rank=rank)
-        files = checksums(folder, (record["file"] for record in records))
-        return {**snapshot.told, "records": records, "files": files}
+        return {**snapshot.told, **storage.write_chunks(place.writing_folder(target), snapshot.state, rank=rank)}
 
     together.run("cannot make a folder", lambda: None if rank else place.begin(target))
     try:

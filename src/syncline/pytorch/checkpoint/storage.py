@@ -6,23 +6,23 @@ ranks exchange as JSON; it also is what a checkpoint is read by, so that reading
 
 from __future__ import annotations
 
-import io
 import math
+import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from ctypes import CDLL, c_int64
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache, lru_cache
+from io import BufferedReader, BufferedWriter, BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    create_default_local_load_plan,
-)
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from isal import isal_zlib
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -31,23 +31,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
 from syncline.errors import CheckpointError
 from syncline.pytorch.checkpoint.folder import DCP_INDEX, MANIFEST
-from syncline.pytorch.checkpoint.manifest import ChunkRecord, ValueRecord
+from syncline.pytorch.checkpoint.manifest import BLOCK_BYTES, ChunkRecord, ValueRecord
 from syncline.pytorch.checkpoint.state import Chunk, SavedState
+from syncline.tensors.memory import bytes_of
 from syncline.updates.private_torch import CHECKPOINT_INDEX_NAMES, checkpoint_place
 from syncline.updates.state import dtype_of
+
+_AHEAD_BYTES = 1 << 22
+_start_writing, _WRITE = CDLL(None).sync_file_range, 2  # of Linux, and no function of Python's
 
 SAVE_ID = "syncline"
 """In DCP's index it says who wrote it: our own manifest must lie beside."""
@@ -92,65 +89,144 @@ class ChunkTable:
 
     def read(self, wanted: Sequence[Chunk]) -> None:
         """Fill the tensors of ``wanted`` from whatever chunks there are of them."""
-        items: list[ReadItem] = []
-        for chunk in wanted:
-            stored = self.tensors.get(chunk.name)
-            if stored is None or tuple(stored.size) != chunk.size or stored.properties.dtype != chunk.tensor.dtype:
-                found = f"{tuple(stored.size)} of {stored.properties.dtype}" if stored else "nothing"
-                raise CheckpointError(
-                    f"The checkpoint {self.folder} has {found} for {chunk.name!r}, but the model needs {chunk.size} of "
-                    f"{chunk.tensor.dtype}; load it into the model that it was made from"
-                )
-            items += create_read_items_for_chunk_list(chunk.name, stored, [_place_of(chunk)])
-        self._read(LoadPlan(items), _Reading({_index_of(chunk): chunk.tensor.detach() for chunk in wanted}))
+        with ExitStack() as opened:
+            file_of = cache(lambda name: opened.enter_context((self.folder / name).open("rb")))
+            for chunk in wanted:
+                stored = self.tensors.get(chunk.name)
+                if stored is None or tuple(stored.size) != chunk.size or stored.properties.dtype != chunk.tensor.dtype:
+                    found = f"{tuple(stored.size)} of {stored.properties.dtype}" if stored else "nothing"
+                    raise CheckpointError(
+                        f"The checkpoint {self.folder} has {found} for {chunk.name!r}, but the model needs "
+                        f"{chunk.size} of {chunk.tensor.dtype}; load it into the model that it was made from"
+                    )
+                for item in create_read_items_for_chunk_list(chunk.name, stored, [_place_of(chunk)]):
+                    target = _part(chunk.tensor.detach(), item.dest_offsets, item.lengths)
+                    self._fill(target, item, file_of(self.places[item.storage_index].relative_path))
 
     def read_whole(self, names: Sequence[str]) -> dict[str, Any]:
         """Return what is stored under ``names``: tensors, and plain values; nothing else is unpickled."""
         stored = {name: self.tensors[name] for name in names if name in self.tensors}
-        tensors = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in stored.items()}
-        self.read([Chunk.whole(name, tensor) for name, tensor in tensors.items()])
-        rest = [name for name in names if name not in tensors]
-        values = _Reading({})
-        self._read(create_default_local_load_plan(dict.fromkeys(rest), _values_index(rest)), values)
-        return tensors | values.found
+        found: dict[str, Any] = {
+            name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in stored.items()
+        }
+        self.read([Chunk.whole(name, tensor) for name, tensor in found.items()])
+        for name in (name for name in names if name not in stored):
+            place = self.places[MetadataIndex(name)]
+            with (self.folder / place.relative_path).open("rb") as file:
+                found[name] = self._load(place, file)
+        return found
 
-    def _read(self, plan: LoadPlan, planner: _Reading) -> None:
-        reader = FileSystemReader(self.folder)
-        metadata = Metadata(state_dict_metadata={}, storage_data=self.places)
-        reader.set_up_storage_reader(metadata, is_coordinator=False)
+    def _fill(self, target: torch.Tensor, item: ReadItem, file: BufferedReader) -> None:
+        """Read elements to where they belong, or through torch, if it is another that wrote them in another way."""
+        place, number = self.places[item.storage_index], item.storage_index.index
+        assert number is not None, "torch has told which chunk it is"
+        sizes = self.tensors[item.storage_index.fqn].chunks[number].sizes
+        is_direct = target.shape == sizes and target.is_cpu and target.is_contiguous() and not target.is_conj()
+        chunk = target if is_direct else torch.empty(sizes, dtype=target.dtype, device="cpu")
+        head, _ = _envelope(chunk.dtype, sizes)
+        file.seek(place.offset)
+        is_known = place.length >= len(head) + chunk.nbytes and file.read(len(head)) == head
+        if not is_known or file.readinto(bytes_of(chunk)) != chunk.nbytes:
+            chunk = self._load(place, file)
+            if not isinstance(chunk, torch.Tensor) or (chunk.shape, chunk.dtype) != (sizes, target.dtype):
+                raise self._damage(f"there is {chunk!r:.80} and not {tuple(sizes)} of {target.dtype}")
+        if chunk is target:
+            torch.autograd.graph.increment_version(target)
+        else:
+            target.copy_(_part(chunk, item.storage_offsets, item.lengths))
+
+    def _load(self, place: Any, file: BufferedReader) -> Any:
+        """Return a tensor or a plain value that torch has saved."""
+        file.seek(place.offset)
         try:
-            reader.read_data(plan, planner).wait()
+            return torch.load(BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
         except OSError:
             raise
         except Exception as error:  # what is stored may be anything, also a pickle that raises what it likes
-            raise CheckpointError(
-                f"The checkpoint {self.folder} is damaged: what is stored is not what its index says: {error}"
-            ) from error
+            raise self._damage(error) from error
 
-
-def write_chunks(folder: Path, state: SavedState, *, rank: int) -> list[dict[str, Any]]:
-    """Write what this rank has to ``folder`` and to the disk; return a record of each, as JSON has it."""
-    if not state.chunks and not state.values:
-        return []
-    writer = _writer(folder)
-    items = [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO) for name in state.values]
-    items += [
-        WriteItem(
-            index=_index_of(chunk),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=_place_of(chunk),
-                properties=TensorProperties(dtype=chunk.tensor.dtype),
-                size=torch.Size(chunk.size),
-            ),
+    def _damage(self, told: object) -> CheckpointError:
+        return CheckpointError(
+            f"The checkpoint {self.folder} is damaged: what is stored is not what its index says: {told}"
         )
-        for chunk in state.chunks
-    ]
-    # a plan's place in the list is the rank that the writer names its file after
-    plans = [*(SavePlan([]) for _ in range(rank)), SavePlan(items)]
-    results = writer.write_data(writer.prepare_global_plan(plans)[rank], _Writing(state)).wait()
-    by_index = {_index_of(chunk): chunk for chunk in state.chunks}
-    return [_record(by_index.get(result.index), result) for result in results]
+
+
+def write_chunks(folder: Path, state: SavedState, *, rank: int) -> dict[str, Any]:
+    """Write what this rank has to a file of ``folder`` and to the disk, in one pass over memory.
+
+    Returns, as JSON has it, ``records`` of where each chunk and value lies, and ``files``: size and CRC-32 by name.
+    """
+    if not state.chunks and not state.values:
+        return {"records": [], "files": {}}
+    path, records = folder / f"__{rank}_0.distcp", []
+    with path.open("wb") as file:
+        written = _Written(file)
+        for record, parts in _archives(state):
+            start = written.num_bytes
+            for part in parts:
+                written.add(part)
+            records.append({**record, "file": path.name, "start": start, "length": written.num_bytes - start})
+        file.flush()
+        os.fsync(file.fileno())
+    return {"records": records, "files": {path.name: [written.num_bytes, written.crc]}}
+
+
+class _Written:
+    """What was written to a file; the disk begins with it at once, where it would else begin with ``fsync()``."""
+
+    def __init__(self, file: BufferedWriter) -> None:
+        self.num_bytes = self.crc = 0
+        self._file = file
+        self._num_started = 0
+
+    def add(self, part: bytes | memoryview) -> None:
+        """Write, and check in the same pass, while a block is in the processor's cache."""
+        for block in (part[at : at + BLOCK_BYTES] for at in range(0, len(part), BLOCK_BYTES)):
+            self.crc = isal_zlib.crc32(block, self.crc)
+            self.num_bytes += self._file.write(block)
+            ahead = self.num_bytes - self._num_started
+            if ahead >= _AHEAD_BYTES:
+                _start_writing(self._file.fileno(), c_int64(self._num_started), c_int64(ahead), _WRITE)
+                self._num_started = self.num_bytes
+
+
+def _archives(state: SavedState) -> Iterator[tuple[dict[str, Any], Sequence[bytes | memoryview]]]:
+    """Yield what is said of each value and chunk, and the bytes that ``torch.load()`` makes it of again."""
+    for name, value in state.values.items():
+        data = BytesIO()
+        torch.save(value, data)
+        yield {"name": name}, [data.getvalue()]
+    for chunk in state.chunks:
+        tensor = chunk.tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        head, tail = _envelope(tensor.dtype, tensor.shape)
+        said = {"name": chunk.name, "dtype": str(tensor.dtype), "size": list(chunk.size)}
+        yield {**said, "offset": list(chunk.offset), "sizes": list(tensor.shape)}, [head, bytes_of(tensor), tail]
+
+
+class _Envelope(BytesIO):
+    """What ``torch.save()`` writes before and after the elements of a tensor, which it skips by ``seek()``."""
+
+    place = 0
+
+    def seek(self, _: int, whence: int = os.SEEK_SET) -> int:
+        """Note the place of the elements, of which there are none."""
+        assert whence == os.SEEK_CUR, "torch skips elements, and nothing else"
+        self.place = self.tell()
+        return self.place
+
+
+@lru_cache(maxsize=4096)
+def _envelope(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
+    """Return what is before and after the elements where torch has saved such a tensor.
+
+    So elements go from where they are to the file and back: torch would copy them, and compute a checksum of its own,
+    which it never compares. What is before them says their number type, shape and order, and is the same whoever saved.
+    """
+    envelope = _Envelope()
+    with torch.serialization.skip_data():
+        torch.save(torch.empty(shape, dtype=dtype, device="cpu"), envelope)  # of which no page is touched
+    whole = envelope.getvalue()
+    return whole[: envelope.place], whole[envelope.place :]
 
 
 def write_index(folder: Path, records: Sequence[ValueRecord]) -> None:
@@ -159,14 +235,15 @@ def write_index(folder: Path, records: Sequence[ValueRecord]) -> None:
     Raises :class:`CheckpointError` if the records do not tell of whole tensors.
     """
     table = ChunkTable.of_records(folder, records)
-    metadata = _values_index(table.values)
-    metadata.state_dict_metadata.update(table.tensors)
+    metadata = Metadata(state_dict_metadata=dict.fromkeys(table.values, BytesStorageMetadata()) | dict(table.tensors))
     metadata.planner_data = {name: _path_of(name) for name in metadata.state_dict_metadata}
     results = [
         WriteResult(index=index, size_in_bytes=place.length, storage_data=place)
         for index, place in table.places.items()
     ]
-    _writer(folder).finish(metadata, [results])
+    writer = FileSystemWriter(folder)
+    writer.save_id = SAVE_ID
+    writer.finish(metadata, [results])
 
 
 def _check_cover(name: str, stored: TensorStorageMetadata) -> None:
@@ -204,69 +281,12 @@ def _check_places(folder: Path, places: Mapping[MetadataIndex, Any]) -> None:
         last_name, last_stop = name, stop
 
 
-class _Writing(DefaultSavePlanner):
-    """Gives the writer the data of each chunk and value."""
-
-    def __init__(self, state: SavedState) -> None:
-        super().__init__()
-        self._data = {MetadataIndex(name): value for name, value in state.values.items()}
-        self._data |= {_index_of(chunk): chunk.tensor.detach() for chunk in state.chunks}
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the chunk's elements, or the value, which DCP brings in torch's format."""
-        data = self._data[index]
-        return data.contiguous() if isinstance(data, torch.Tensor) else data
-
-
-class _Reading(DefaultLoadPlanner):
-    """Shows the reader where elements go, and takes values: plain ones alone, where DCP would unpickle anything."""
-
-    def __init__(self, targets: Mapping[MetadataIndex, torch.Tensor]) -> None:
-        super().__init__()
-        self._targets = targets
-        self.found: dict[str, Any] = {}
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the target, of which DCP takes the part that is read now."""
-        return self._targets[index]
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take a plain value."""
-        self.found[read_item.storage_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
-
-
-def _writer(folder: Path) -> FileSystemWriter:
-    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
-    writer.save_id = SAVE_ID
-    return writer
-
-
-def _record(chunk: Chunk | None, result: WriteResult) -> dict[str, Any]:
-    storage = result.storage_data
-    place = {"file": storage.relative_path, "start": storage.offset, "length": storage.length}
-    if chunk is None:
-        return {"name": result.index.fqn, **place}
-    return {
-        "name": chunk.name,
-        "dtype": str(chunk.tensor.dtype),
-        "size": list(chunk.size),
-        "offset": list(chunk.offset),
-        "sizes": list(chunk.tensor.shape),
-        **place,
-    }
-
-
-def _index_of(chunk: Chunk) -> MetadataIndex:
-    return MetadataIndex(chunk.name, chunk.offset)
+def _part(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    return tensor[tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))]
 
 
 def _place_of(chunk: Chunk) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.tensor.shape))
-
-
-def _values_index(names: Sequence[str]) -> Metadata:
-    """Return an index that has values by these names, which are no tensors."""
-    return Metadata(state_dict_metadata={name: BytesStorageMetadata() for name in names})
 
 
 def _path_of(name: str) -> tuple[str | int, ...]:
