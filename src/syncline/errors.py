@@ -234,11 +234,9 @@ def escape_text(text: str | bytes, *, max_chars: int = 1000) -> str:
     >>> escape_text("a long story", max_chars=9)
     'a long...'
     """
-    known = text.decode(errors="replace") if isinstance(text, bytes) else text
-    shown = "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode()
-        for character in known[: max_chars + 1]
-    )
+    shown = (text.decode(errors="replace") if isinstance(text, bytes) else text)[: max_chars + 1]
+    if not shown.isprintable():  # each call of each rank is described: mostly there is nothing to escape
+        shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in shown)
     return shown if len(shown) <= max_chars else f"{shown[: max_chars - 3]}..."
 
 
