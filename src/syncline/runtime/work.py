@@ -36,13 +36,14 @@ class Work:
 
     __slots__ = (
         "_callbacks",
+        "_ended",
         "_error",
-        "_event",
         "_lock",
         "_loop",
         "_make",
         "_progress",
         "_timeout_s",
+        "is_over",
         "label",
         "record",
     )
@@ -54,7 +55,10 @@ class Work:
         self._timeout_s = timeout_s
         self._loop = loop
         self._progress = progress or Progress()
-        self._event = threading.Event()
+        self.is_over = False
+        """Whether it has ended, as far as that was done; unlike :meth:`done`, this makes nothing."""
+        self._ended = threading.Lock()  # held until then: an Event is made of five objects, and most are over at once
+        self._ended.acquire()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Work], None]] = []
         self._error: BaseException | None = None
@@ -63,19 +67,14 @@ class Work:
         """What is kept of the call when it is over."""
 
     def __repr__(self) -> str:
-        state = "under way" if not self._event.is_set() else "done" if self._error is None else f"failed: {self._error}"
+        state = "under way" if not self.is_over else "done" if self._error is None else f"failed: {self._error}"
         return f"<Work {self.label}: {state}>"
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
         if (make := self._make) is not None:
             make(self, 0.0)
-        return self._event.is_set()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has ended, as far as that was done; unlike :meth:`done`, this makes nothing."""
-        return self._event.is_set()
+        return self.is_over
 
     @property
     def is_made_by_waiting(self) -> bool:
@@ -98,21 +97,20 @@ class Work:
         """
         if timeout_s is not None and not is_number(timeout_s):
             raise ConfigurationError(f"timeout_s must be a number of seconds, or None, not {timeout_s!r}")
-        is_over = self._event.is_set
-        assert is_over() or not self._loop.is_current(), f"a callback waits for {self.label}, which needs its thread"
+        assert self.is_over or not self._loop.is_current(), f"a callback waits for {self.label}, which needs its thread"
         self._loop.check_process()
         limit_s = self._timeout_s + GRACE_S if timeout_s is None else timeout_s
-        if not is_over():
+        if not self.is_over:
             with self.waiting():
                 self._wait(limit_s)
-        if not is_over():
+        if not self.is_over:
             raise DeadlineError(f"{self.label} was waited for but not done within {limit_s:g} s; it is still under way")
         if self._error is not None:
             raise self._error
 
     def wait_elsewhere(self) -> None:
         """Take it that foreign code waits until it has ended: a rank that waits for others does not hang."""
-        if not self._event.is_set():
+        if not self.is_over:
             self._progress.hold()
             self.add_done_callback(lambda _: self._progress.release())
 
@@ -123,7 +121,7 @@ class Work:
     def add_done_callback(self, callback: Callable[[Work], None]) -> None:
         """Call ``callback(self)`` on the communication loop's thread once it has ended."""
         with self._lock:
-            is_under_way = not self._event.is_set()
+            is_under_way = not self.is_over
             if is_under_way:
                 self._callbacks.append(callback)
         if not is_under_way:
@@ -135,7 +133,7 @@ class Work:
     def finish(self, error: BaseException | None) -> None:
         """End it; called once, on the communication loop's thread."""
         with self._lock:
-            assert not self._event.is_set(), f"{self.label} ended twice"
+            assert not self.is_over, f"{self.label} ended twice"
             self._set(error)
         for callback in self._callbacks:
             callback(self)
@@ -158,10 +156,12 @@ class Work:
         self._error = error
         if self.record is not None:
             self.record.end(error)
-        self._event.set()
+        self.is_over = True
+        self._ended.release()
 
     def _wait(self, limit_s: float) -> None:
         until_s = time.monotonic() + limit_s
         if (make := self._make) is not None:
             make(self, limit_s)
-        self._event.wait(until_s - time.monotonic())
+        if self._ended.acquire(timeout=min(max(until_s - time.monotonic(), 0.0), threading.TIMEOUT_MAX)):
+            self._ended.release()
