@@ -356,10 +356,10 @@ def test_an_inbox_that_cannot_be_read_is_the_loss_of_whose_it_is() -> None:
         def first(self, peer: int) -> None:
             raise RuntimeError(f"planted for {peer}")
 
-        def wait(self, seen: int, timeout_s: float, *, looks: bool) -> None:
+        def wait(self, seen: int, timeout_s: float, *, num_bytes: int) -> None:
             """It looks again at once."""
 
-        wake = put = staticmethod(lambda *_: False)
+        wake = put = withdraw = staticmethod(lambda *_: False)
 
     def body(group: Group) -> None:
         if group.rank() == 1:
@@ -372,15 +372,78 @@ def test_an_inbox_that_cannot_be_read_is_the_loss_of_whose_it_is() -> None:
 
 
 @pytest.mark.skipif(not can_share(2), reason="this platform has no segment")
-def test_small_messages_within_a_host_pass_no_communication_thread() -> None:
+@pytest.mark.parametrize("size", [1000, 200_000])
+def test_messages_within_a_host_pass_no_communication_thread(size: int) -> None:
+    are_sent = threading.Barrier(2)
+
     def body(group: Group) -> None:
-        peer, tensor = 1 - group.rank(), torch.ones(1000)
+        peer, sent, received = 1 - group.rank(), torch.full((size,), float(group.rank())), torch.zeros(size)
         group.barrier().wait()
         before = count_sent(group)
         for _ in range(10):
-            group.send([tensor], peer, 0).wait()
-            group.recv([tensor], peer, 0).wait()
+            send = group.send([sent], peer, 0)
+            are_sent.wait(60)  # else a large one may be offered to who has asked for it and does not wait yet
+            group.recv([received], peer, 0).wait()
+            send.wait()
+            assert (received == peer).all()
         assert count_sent(group) - before == Counter({MEMORY_CLASS: 10})
+        group.barrier().wait()
+
+    run_groups(2, body)
+
+
+def test_a_large_message_arrives_though_nobody_waits_for_it(run: Run) -> None:
+    """Or what its sender does next would never be met by a rank that has only asked for it."""
+
+    def send(group: Group) -> None:
+        group.barrier().wait()
+        group.send([torch.ones(3_000_000)], 1, 0).wait()
+        group.barrier().wait()
+
+    def receive(group: Group) -> None:
+        tensor = torch.zeros(3_000_000)
+        work = group.recv([tensor], 0, 0)
+        group.barrier().wait()
+        group.barrier().wait()
+        work.wait()
+        assert (tensor == 1).all()
+
+    run(2, on_each(send, receive))
+
+
+def test_ranks_that_wait_for_their_large_sends_receive_meanwhile(run: Run) -> None:
+    def body(group: Group) -> None:
+        peer = 1 - group.rank()
+        tensors = [torch.zeros(1_500_000) for _ in range(3)]
+        receives = [group.recv([tensor], peer, tag) for tag, tensor in enumerate(tensors)]
+        sends = [group.send([torch.full((1_500_000,), float(tag))], peer, tag) for tag in (2, 0, 1)]
+        for work in (*sends, *receives):
+            work.wait()
+        assert [float(tensor.mean()) for tensor in tensors] == [0.0, 1.0, 2.0]
+
+    run(2, body)
+
+
+@pytest.mark.skipif(not can_share(2), reason="this platform has no segment")
+def test_memory_that_cannot_be_read_is_sent() -> None:
+    class Unreadable:
+        def __init__(self, inboxes: Any) -> None:
+            self._inboxes = inboxes
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inboxes, name)
+
+        read = staticmethod(lambda *_: False)
+
+    def body(group: Group) -> None:
+        peer, size = 1 - group.rank(), 100_000
+        group.state.messages._inboxes = Unreadable(group.state.messages._inboxes)  # type: ignore[assignment]
+        tensor = torch.zeros(size)
+        for number in range(5):
+            send = group.send([torch.full((size,), float(number))], peer, 0)
+            group.recv([tensor], peer, 0).wait()
+            assert (tensor == number).all()
+            send.wait()
         group.barrier().wait()
 
     run_groups(2, body)

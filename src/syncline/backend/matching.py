@@ -20,7 +20,7 @@ MAX_UNEXPECTED = 8192
 R = TypeVar("R")
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class MessageHead:
     """A message that its sender has announced."""
 
@@ -31,6 +31,10 @@ class MessageHead:
     """Its place among the messages of its source to this rank."""
     inline: bytes | bytearray | memoryview | None = None
     """The message itself, if it came with this."""
+    address: int = 0
+    """Where it lies in its sender's memory, if it is to be copied from there."""
+    num_read: int = 0
+    """How much of it was."""
     is_put: bool = False
     """Whether it came through an inbox, where its sender has so much less room until it is asked for."""
     fetched: bytearray | None = None

@@ -6,10 +6,12 @@ tensor; one of middling size, which senders send unasked, is taken into memory o
 A sender of a large message hears of its receiver whether the sizes agree. So neither waits for ever if they do not,
 and a rank that leaves after its sends has left nothing behind that is still to be asked for.
 
-Between ranks that share memory, messages that a sender does not wait for pass through an inbox there: the sending
-thread writes, and whichever thread waits for a receive, or asks whether one is over, reads, for all receives. So no
-message between them wakes a communication thread. Where there is no room, a message goes the other way; its number
-says when its turn is, as one of either way can overtake those of the other.
+Between ranks that share memory, messages pass through an inbox there: the sending thread writes, and whichever thread
+waits for a message, or asks whether one is over, reads, for all of them. Of a large one an offer passes through, and
+the reader copies it from where it is. So no message between them wakes a communication thread, but where a large one
+is offered to a rank that asked for one and where nobody waits: its sender calls it, as it may be what the rank's next
+step hangs on. Where there is no room, a message goes the other way; its number says when its turn is, as one of either
+way can overtake those of the other. The same goes for memory that cannot be read.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import asyncio
 import struct
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -38,11 +40,15 @@ HEAD_BYTES = 512
 _HEAD = struct.Struct("<BxxxxxxxqqqQ")
 """Kind, tag, bytes of the message, bytes of it that are in the head (-1: none), number."""
 INLINE_BYTES = HEAD_BYTES - _HEAD.size
-MESSAGE, ACCEPTED, REFUSED = range(3)
+MESSAGE, ACCEPTED, REFUSED, TAKEN, CALL = range(5)
+PUT, OFFERED, ANSWER = range(3)
+"""Kinds of what is in an inbox."""
 FETCH_BYTES = 64 << 10
 """Up to here a sender does not wait for a receiver: what nobody asked for yet is fetched."""
 FETCH_BUDGET_BYTES = 4 << 20
 """How much of each rank's messages is fetched before somebody asks."""
+READ_BYTES = 4 << 20
+"""How much is copied from a sender's memory before this thread looks for what else there is to do."""
 URGENCY = 0
 _HEADS, _BODIES = range(2)
 
@@ -54,8 +60,13 @@ class _Send:
     payload: memoryview
     work: Work
     timeout_s: float
+    deadline_s: float
+    """By the monotonic clock."""
     needs_answer: bool = False
     is_sent: bool = False
+    is_offered: bool = False
+    """Whether the receiver may copy it from where it is."""
+    is_over: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -72,6 +83,9 @@ class Receive:
     """By the monotonic clock."""
     awaited: int | None = None
     """The source as it was asked for."""
+    is_read: bool = False
+    """Whether its message is being copied from its sender's memory."""
+    is_over: bool = False
 
 
 class PointToPoint:
@@ -87,7 +101,11 @@ class PointToPoint:
         self._matcher: MessageMatcher[Receive] = MessageMatcher()
         self._sends: dict[tuple[int, int], _Send] = {}
         self._receives: dict[int, Receive] = {}  # all that are not over, by id
-        self._num_asleep = 0
+        self._reads: deque[tuple[Receive, MessageHead]] = deque()
+        """What is to be copied from the memory of senders."""
+        self._num_large = self._num_waiting = self._num_asleep = 0
+        """Of large receives that are not over, of threads that wait while there are any, and of all that sleep."""
+        self._is_called = False
         self._num_sent: Counter[int] = Counter()
         self._num_come: Counter[int] = Counter()
         self._num_heads_sent: Counter[int] = Counter()
@@ -104,12 +122,30 @@ class PointToPoint:
         """
         self._check_peer(peer)
         work = self._port.work(f"send to rank {peer} (tag {tag})", timeout_s=timeout_s)
-        send = _Send(peer=peer, tag=tag, payload=payload, work=work, timeout_s=timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        send = _Send(peer=peer, tag=tag, payload=payload, work=work, timeout_s=timeout_s, deadline_s=deadline_s)
+        self._port.touch()
         with self._lock:
             number = self._num_sent[peer]
             self._num_sent[peer] += 1
-            self._port.call_soon(self._locked(self._send, send, number))
+            if self._inboxes is None or not self._offer(self._inboxes, send, number):
+                self._port.call_soon(self._locked(self._send, send, number))
         return work
+
+    def _offer(self, inboxes: _native.Inboxes, send: _Send, number: int) -> bool:
+        """Let the receiver copy a large message from where it is; False, with nothing done, if that cannot be."""
+        peer = send.peer
+        if send.payload.nbytes <= FETCH_BYTES or peer in self._gone or self._rank in self._gone:
+            return False
+        if not inboxes.offer(peer, send.tag, number, send.payload):
+            return False
+        send.needs_answer = send.is_offered = True
+        self._sends[peer, number] = send
+        late = partial(self._send_is_late, send, number)
+        send.work.make_by_waiting(partial(self._take_until_over, inboxes, send, send.payload.nbytes, late))
+        if inboxes.must_call(peer):
+            self._port.call_soon(self._locked(self._tell, peer, CALL, 0, 0, 0))
+        return True
 
     def put(self, address: int, num_bytes: int, peer: int, tag: int) -> bool:
         """Send what lies at ``address``, which may change then; False, with nothing done, if it must be sent."""
@@ -144,30 +180,103 @@ class PointToPoint:
             return receive
         self._port.touch()
         with self._lock:
-            self._take_all()
             self._ask(receive)
-            if not work.is_over:
-                work.make_by_waiting(partial(self._take_until_over, self._inboxes, receive))
+            self._take_all()  # now, so that what is here goes where it is wanted, and is not laid aside first
+            if not receive.is_over:
+                late = partial(self._receive_is_late, receive)
+                work.make_by_waiting(partial(self._take_until_over, self._inboxes, receive, 0, late))
+        if self._num_large:
+            self._read_next()
+            self._attend()
         return receive
 
-    def _take_until_over(self, inboxes: _native.Inboxes, receive: Receive, _: Work, limit_s: float) -> None:
-        """Take what comes until ``receive`` is over, on a thread that waits for it, for at most ``limit_s``."""
-        until_s = min(time.monotonic() + limit_s, receive.deadline_s)
-        is_awake = 0
+    def _take_until_over(
+        self,
+        inboxes: _native.Inboxes,
+        call: _Send | Receive,
+        num_bytes: int,
+        late: Callable[[], None],
+        _: Work,
+        limit_s: float,
+    ) -> None:
+        """Take what comes until ``call`` is over, on a thread that waits for it, for at most ``limit_s``.
+
+        ``num_bytes`` are copied by the other rank meanwhile.
+        """
+        until_s = min(time.monotonic() + limit_s, call.deadline_s)
+        is_reader, is_awake = self._num_large > 0, 0
+        if is_reader:
+            self._attend(1)
         while True:
             seen = inboxes.num_changes
             with self._lock:
                 self._num_asleep -= is_awake
+                is_awake = 0
                 self._take_all()
                 now_s = time.monotonic()
-                if now_s >= receive.deadline_s:
-                    self._receive_is_late(receive)
-                if id(receive) not in self._receives or now_s >= until_s:
-                    return
-                is_awake = 1
-                self._num_asleep += 1
-            # What is large comes by the communication thread, which may want this core.
-            inboxes.wait(seen, until_s - now_s, looks=receive.destination.nbytes <= FETCH_BYTES)
+                if now_s >= call.deadline_s:
+                    late()
+                if call.is_over or (now_s >= until_s and not self._reads):
+                    break
+                if not self._reads:
+                    is_awake = 1
+                    self._num_asleep += 1
+            if not is_awake:
+                self._read_next()
+            else:
+                inboxes.wait(seen, until_s - now_s, num_bytes=num_bytes)
+        if is_reader or self._reads:
+            self._attend(-is_reader)
+
+    def _read_next(self) -> None:
+        """Copy the next part of a message that was offered and asked for, if there is one; from any thread."""
+        with self._lock:
+            if self._inboxes is None or not self._reads:
+                return
+            receive, head = self._reads.popleft()
+            if receive.is_over:
+                return
+            receive.is_read = True
+        start = head.num_read
+        stop = min(start + READ_BYTES, head.num_bytes)
+        is_read = self._inboxes.read(head.source, head.address + start, receive.destination[start:stop])
+        with self._lock:
+            head.num_read, receive.is_read = stop, False
+            if is_read and stop < head.num_bytes:
+                self._reads.appendleft((receive, head))
+            elif is_read:
+                if not self._inboxes.answer(head.source, head.number, head.num_bytes):
+                    self._answer(head, TAKEN, head.num_bytes)
+                self._end_receive(receive, None)
+            elif head.source in self._silent or self._rank in self._gone:
+                self._end_receive(receive, self._why(head.source))
+            else:
+                head.address = 0
+                self._port.call_soon(self._locked(self._deliver, receive, head))
+
+    def _read_on_loop(self) -> None:
+        if not self._num_waiting:
+            self._read_next()
+            self._attend()
+
+    def _attend(self, num_come: int = 0) -> None:
+        """See that what is offered is read: by a thread that waits here, else by the loop's, which senders call.
+
+        So many threads wait more than before; from any thread.
+        """
+        if self._inboxes is None:
+            return
+        with self._lock:
+            self._num_waiting += num_come
+            is_called = self._num_large > 0 and not self._num_waiting
+            if is_called != self._is_called:
+                self._is_called = is_called
+                self._inboxes.be_called(is_called)
+                self._take_all()  # what came just before was not called for
+            if self._reads and self._num_asleep:
+                self._inboxes.wake()
+            elif self._reads and not self._num_waiting:
+                self._port.call_soon(self._read_on_loop)
 
     # Everything below is called with the lock held, and on the communication loop's thread; but any thread takes what
     # is in the inbox, and delivers it.
@@ -179,30 +288,41 @@ class PointToPoint:
 
     def _take(self, peer: int) -> None:
         """Take what ``peer`` has put into the inbox, as far as its turn has come."""
+        inboxes = self._inboxes
         try:
-            while self._inboxes is not None and peer not in self._silent and (found := self._inboxes.first(peer)):
-                tag, number, num_bytes = found
+            while inboxes is not None and peer not in self._silent and (found := inboxes.first(peer)):
+                kind, tag, number, num_bytes, address = found
+                if kind == ANSWER:
+                    inboxes.skip(peer)
+                    self._answered(peer, TAKEN, num_bytes, number)
+                    continue
                 if number != self._num_come[peer]:
                     return
                 self._num_come[peer] += 1
                 receive = self._matcher.find(peer, tag)
-                if receive is not None and receive.destination.nbytes == num_bytes:
-                    self._inboxes.take(peer, receive.destination)
-                    self._inboxes.release(peer, num_bytes)
+                if kind == PUT and receive is not None and receive.destination.nbytes == num_bytes:
+                    inboxes.take(peer, receive.destination)
+                    inboxes.release(peer, num_bytes)
                     receive.source = peer
                     self._end_receive(receive, None)
                     continue
-                memory = bytearray(num_bytes)
-                self._inboxes.take(peer, memory)
-                head = MessageHead(source=peer, tag=tag, num_bytes=num_bytes, number=number, inline=memory, is_put=True)
-                if receive is None:
-                    self._matcher.arrive(head)
-                else:
-                    self._deliver(receive, head)
+                self._take_aside(inboxes, receive, MessageHead(peer, tag, num_bytes, number, address=address))
         except (FabricError, RuntimeError) as error:
             self._gone[peer] = FabricError(f"{self._port.describe_peer(peer)}: {error}")
             self._silent.add(peer)
             self._port.call_soon(self._locked(self._fail_peer, peer, self._gone[peer]))
+
+    def _take_aside(self, inboxes: _native.Inboxes, receive: Receive | None, head: MessageHead) -> None:
+        """Take what is not yet asked for, of another size, or to be copied from its sender's memory."""
+        if head.address:
+            inboxes.skip(head.source)
+        else:
+            head.inline, head.is_put = bytearray(head.num_bytes), True
+            inboxes.take(head.source, head.inline)
+        if receive is None:
+            self._matcher.arrive(head)
+        else:
+            self._deliver(receive, head)
 
     def _locked(self, function: Callable[..., object], *arguments: object) -> Callable[[], None]:
         """Return what calls ``function`` with the lock held."""
@@ -240,6 +360,9 @@ class PointToPoint:
             return
         send.needs_answer = num_bytes > FETCH_BYTES
         self._tell(send.peer, MESSAGE, send.tag, num_bytes, number)
+        self._send_body(send, number)
+
+    def _send_body(self, send: _Send, number: int) -> None:
         body = first_tag(self._stream, number, _BODIES)
         self._port.send(send.peer, body, send.payload, urgency=URGENCY, on_sent=self._locked(self._sent, send, number))
 
@@ -249,9 +372,19 @@ class PointToPoint:
             self._end_send(send, number, None)
 
     def _end_send(self, send: _Send, number: int, error: Exception | None) -> None:
-        self._sends.pop((send.peer, number), None)
-        if not send.work.done():
-            send.work.finish(error)
+        if error is None or not send.is_offered:  # else its memory may be read nonetheless, and stays
+            self._sends.pop((send.peer, number), None)
+        if not send.is_over:
+            send.is_over = True
+            self._end(send.work, error)
+
+    def _end(self, work: Work, error: Exception | None) -> None:
+        if self._inboxes is None:
+            work.finish(error)
+            return
+        work.end(error)
+        if self._num_asleep:
+            self._inboxes.wake()
 
     def _tell(
         self,
@@ -274,6 +407,10 @@ class PointToPoint:
     def _on_head(self, peer: int, memory: memoryview) -> None:
         kind, tag, num_bytes, num_inline, number = _HEAD.unpack_from(memory)
         self._listen(peer)
+        if kind == CALL:
+            self._take(peer)
+            self._attend()
+            return
         if kind != MESSAGE:
             self._answered(peer, kind, num_bytes, number)
             return
@@ -294,6 +431,7 @@ class PointToPoint:
         elif inline is None and num_bytes <= FETCH_BYTES:
             self._fetch(head)
         self._take(peer)
+        self._attend()
 
     def _answered(self, peer: int, kind: int, num_bytes: int, number: int) -> None:
         send = self._sends.get((peer, number))
@@ -307,7 +445,10 @@ class PointToPoint:
             self._end_send(send, number, MismatchError(text))
             return
         send.needs_answer = False  # but its memory is in use until all of it is sent
-        if send.is_sent:
+        if kind == ACCEPTED and send.is_offered:
+            send.is_offered = False
+            self._send_body(send, number)
+        elif send.is_sent or kind == TAKEN:
             self._end_send(send, number, None)
 
     def _fetch(self, head: MessageHead) -> None:
@@ -329,11 +470,13 @@ class PointToPoint:
 
     def _ask(self, receive: Receive) -> None:
         if self._rank in self._gone:
+            receive.is_over = True
             receive.work.finish(self._gone[self._rank])
             return
         self._receives[id(receive)] = receive
+        self._num_large += receive.destination.nbytes > FETCH_BYTES
         head = self._matcher.ask(receive.source, receive.tag, receive)
-        if head is not None and head.inline is None and self._inboxes is not None:
+        if head is not None and head.inline is None and not head.address and self._inboxes is not None:
             self._port.call_soon(self._locked(self._deliver, receive, head))  # the fabric lives on the loop
         elif head is not None:
             self._deliver(receive, head)
@@ -355,13 +498,15 @@ class PointToPoint:
         elif head.inline is not None:
             receive.destination[:] = head.inline
             self._end_receive(receive, None)
+        elif head.address:
+            self._reads.append((receive, head))
         elif head.is_fetched:
             self._take_fetched(receive, head)
         elif head.fetched is not None:  # it is on its way into memory of its own
             head.on_fetched = partial(self._take_fetched, receive, head)
         else:
             if head.num_bytes > FETCH_BYTES:
-                self._tell(head.source, ACCEPTED, head.tag, head.num_bytes, head.number)
+                self._answer(head, ACCEPTED, head.num_bytes)
             self._receive_body(head, receive.destination, self._locked(self._end_receive, receive, None))
 
     def _take_fetched(self, receive: Receive, head: MessageHead) -> None:
@@ -378,20 +523,21 @@ class PointToPoint:
             "size"
         )
         if head.num_bytes > FETCH_BYTES:
-            self._tell(head.source, REFUSED, head.tag, receive.destination.nbytes, head.number)
-        if head.inline is None and head.fetched is None:
+            self._answer(head, REFUSED, receive.destination.nbytes)
+        if head.inline is None and head.fetched is None and not head.address:
             self._receive_body(head, memoryview(bytearray()), _nothing)  # of another size: the fabric throws it away
         self._end_receive(receive, MismatchError(text))
 
+    def _answer(self, head: MessageHead, kind: int, num_bytes: int) -> None:
+        """Tell the sender of a large message what becomes of it; from any thread."""
+        self._port.call_soon(self._locked(self._tell, head.source, kind, head.tag, num_bytes, head.number))
+
     def _end_receive(self, receive: Receive, error: Exception | None) -> None:
-        if self._receives.pop(id(receive), None) is None:
+        if receive.is_read or self._receives.pop(id(receive), None) is None:  # a copy has an end of its own
             return
-        if self._inboxes is None:
-            receive.work.finish(error)
-        else:
-            receive.work.end(error)
-            if self._num_asleep:
-                self._inboxes.wake()
+        self._num_large -= receive.destination.nbytes > FETCH_BYTES
+        receive.is_over = True
+        self._end(receive.work, error)
 
     def _receive_is_late(self, receive: Receive) -> None:
         self._matcher.withdraw(receive.awaited, receive.tag, receive)
@@ -420,6 +566,7 @@ class PointToPoint:
         """End what needs ``peer``; what it sent before it left is delivered first."""
         with self._lock:
             self._take_all()
+            self._attend()
             self._gone[peer] = error
             if peer == self._rank:
                 self._fail_all(error)
@@ -441,6 +588,8 @@ class PointToPoint:
                 self._end_receive(receive, self._why(peer))
 
     def _fail_all(self, error: Exception) -> None:
+        if self._inboxes is not None:
+            self._inboxes.withdraw()
         for (_, number), send in tuple(self._sends.items()):
             self._end_send(send, number, error)
         for receive in tuple(self._receives.values()):

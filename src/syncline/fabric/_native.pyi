@@ -162,16 +162,29 @@ class Inboxes:
     def size_bytes(num_ranks: int) -> int: ...
     def put(self, peer: int, tag: int, number: int, address: int, num_bytes: int) -> bool:
         """Send what lies at an address; False where there is no room for it."""
-    def first(self, peer: int) -> tuple[int, int, int] | None:
-        """Return tag, number and size of the oldest message of ``peer`` that was not taken."""
+    def offer(self, peer: int, tag: int, number: int, message: memoryview) -> bool:
+        """Let ``peer`` copy a message from where it is; False where there is no room for that."""
+    def answer(self, peer: int, number: int, num_bytes: int) -> bool:
+        """Say that a message that was offered is copied; False where there is no room for that."""
+    def first(self, peer: int) -> tuple[int, int, int, int, int] | None:
+        """Return kind, tag, number, size and address of the oldest message of ``peer`` that was not taken."""
     def take(self, peer: int, into: bytearray | memoryview) -> None: ...
+    def skip(self, peer: int) -> None:
+        """Take the oldest one where it is an offer or an answer."""
+    def read(self, peer: int, address: int, into: memoryview) -> bool:
+        """Copy what ``peer`` has at an address; False if that cannot be."""
+    def withdraw(self) -> None:
+        """Let nobody read this rank's memory any more."""
+    def be_called(self, is_so: bool) -> None:
+        """Say whether whoever offers this rank a message must call it."""
+    def must_call(self, peer: int) -> bool: ...
     def release(self, peer: int, num_bytes: int) -> None:
         """Say that a message that was taken is needed no longer."""
     def wake(self) -> None: ...
-    def wait(self, seen: int, timeout_s: float, *, looks: bool = True) -> None:
+    def wait(self, seen: int, timeout_s: float, *, num_bytes: int = 0) -> None:
         """Wait until ``num_changes`` is no longer ``seen``, at most ``timeout_s``, or for no reason.
 
-        With ``looks`` it looks for a moment before it sleeps.
+        It looks for a moment before it sleeps, and for about as long as ``num_bytes`` take to be copied.
         """
     def counts(self, peer: int) -> tuple[int, int, int, int]:
         """Return how many messages were sent, and their bytes; and the same of those that were received."""

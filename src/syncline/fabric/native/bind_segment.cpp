@@ -24,13 +24,30 @@ std::optional<bool> make(Segment& self, uint64_t signature, SumOrder& order, uin
 }
 
 bool put(Inboxes& self, int peer, int64_t tag, uint64_t number, uintptr_t address, size_t num_bytes) {
-    return self.put(peer, {tag, number, num_bytes}, std::bit_cast<const uint8_t*>(address));
+    return self.put(peer, {Inboxes::MESSAGE, tag, number, num_bytes, 0}, std::bit_cast<const uint8_t*>(address));
 }
 
-std::optional<std::tuple<int64_t, uint64_t, size_t>> first(Inboxes& self, int peer) {
+bool offer(Inboxes& self, int peer, int64_t tag, uint64_t number, const py::buffer& message) {
+    const auto view = message.request();
+    const auto num_bytes = static_cast<size_t>(view.size * view.itemsize);
+    return self.put(peer, {Inboxes::OFFER, tag, number, num_bytes, std::bit_cast<uintptr_t>(view.ptr)}, nullptr);
+}
+
+bool answer(Inboxes& self, int peer, uint64_t number, size_t num_bytes) {
+    return self.put(peer, {Inboxes::TAKEN, 0, number, num_bytes, 0}, nullptr);
+}
+
+std::optional<std::tuple<uint64_t, int64_t, uint64_t, size_t, uint64_t>> first(Inboxes& self, int peer) {
     const auto found = self.first(peer);
     if (!found) return std::nullopt;
-    return std::make_tuple(found->tag, found->number, found->num_bytes);
+    return std::make_tuple(static_cast<uint64_t>(found->kind), found->tag, found->number, found->num_bytes,
+                           found->address);
+}
+
+bool read(Inboxes& self, int peer, uint64_t address, const py::buffer& into) {
+    const auto view = into.request(true);
+    const py::gil_scoped_release unlocked;
+    return self.copy(peer, address, static_cast<uint8_t*>(view.ptr), static_cast<size_t>(view.size * view.itemsize));
 }
 
 void take(Inboxes& self, int peer, const py::buffer& into) {
@@ -74,10 +91,17 @@ void bind_segment(py::module_& module) {
         .def_property_readonly("num_changes", &Inboxes::num_changes)
         .def("put", &put, "peer"_a, "tag"_a, "number"_a, "address"_a, "num_bytes"_a)
         .def("first", &first, "peer"_a)
+        .def("offer", &offer, "peer"_a, "tag"_a, "number"_a, "message"_a)
+        .def("answer", &answer, "peer"_a, "number"_a, "num_bytes"_a)
         .def("take", &take, "peer"_a, "into"_a)
+        .def("skip", [](Inboxes& self, int peer) { self.take(peer, nullptr, 0); }, "peer"_a)
+        .def("read", &read, "peer"_a, "address"_a, "into"_a)
+        .def("withdraw", &Inboxes::withdraw)
+        .def("be_called", &Inboxes::be_called, "is_so"_a)
+        .def("must_call", &Inboxes::must_call, "peer"_a)
         .def("release", &Inboxes::release, "peer"_a, "num_bytes"_a)
         .def("wake", &Inboxes::wake)
-        .def("wait", &Inboxes::wait, "seen"_a, "timeout_s"_a, py::kw_only(), "looks"_a = true,
+        .def("wait", &Inboxes::wait, "seen"_a, "timeout_s"_a, py::kw_only(), "num_bytes"_a = 0,
              py::call_guard<py::gil_scoped_release>())
         .def("counts", &counts, "peer"_a);
 }

@@ -2,9 +2,12 @@
 #include "inboxes.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
+#include <random>
 #include <stdexcept>
 
+#include "process_memory.hpp"
 #include "shared_words.hpp"
 
 namespace syncline {
@@ -20,6 +23,16 @@ uint64_t& word(uint8_t* ring, size_t place) { return *reinterpret_cast<uint64_t*
 uint64_t& bytes_put(uint8_t* ring) { return word(ring, 0); }
 uint64_t& bytes_taken(uint8_t* ring) { return word(ring, 128); }
 uint64_t& bytes_released(uint8_t* ring) { return word(ring, 256); }
+
+// Where a rank's page has what others read its memory by, and whether they must call it.
+constexpr size_t PROCESS = 128, TOKEN_ADDRESS = 136, TOKEN = 144, CALLED = 256;
+constexpr size_t COPIED_BYTES_PER_US = 4096;  // at least, on machines that we know
+constexpr size_t MOST_LOOKED_BYTES = 4 << 20;
+
+uint64_t new_token() {
+    std::random_device random;
+    return static_cast<uint64_t>(random()) << 32 | random();
+}
 
 size_t whole(size_t num_bytes) { return HEAD_BYTES + (num_bytes + 7) / 8 * 8; }
 
@@ -51,15 +64,20 @@ Inboxes::Inboxes(uint8_t* memory, int rank, int num_ranks, double spin_s)
       rank_(rank),
       num_ranks_(num_ranks),
       spin_(static_cast<int64_t>(spin_s * 1e9)),
-      counts_(static_cast<size_t>(num_ranks)) {}
+      token_(std::make_unique<uint64_t>(new_token())),
+      counts_(static_cast<size_t>(num_ranks)) {
+    page_word(rank, TOKEN) = *token_;
+    page_word(rank, TOKEN_ADDRESS) = std::bit_cast<uintptr_t>(token_.get());
+    store(page_word(rank, PROCESS), static_cast<uint64_t>(::getpid()));
+}
 
 size_t Inboxes::size_bytes(int num_ranks) {
     const auto count = static_cast<size_t>(num_ranks);
     return count * (SHARED_PAGE_BYTES + count * (SHARED_PAGE_BYTES + RING_BYTES));
 }
 
-uint64_t& Inboxes::changes(int rank) const {
-    return word(memory_ + static_cast<size_t>(rank) * size_bytes(num_ranks_) / static_cast<size_t>(num_ranks_), 0);
+uint64_t& Inboxes::page_word(int rank, size_t place) const {
+    return word(memory_ + static_cast<size_t>(rank) * size_bytes(num_ranks_) / static_cast<size_t>(num_ranks_), place);
 }
 
 uint8_t* Inboxes::ring(int from, int to) const {
@@ -70,17 +88,16 @@ uint8_t* Inboxes::ring(int from, int to) const {
 bool Inboxes::put(int peer, const Head& head, const uint8_t* message) {
     uint8_t* there = ring(rank_, peer);
     const uint64_t place = bytes_put(there);
-    const size_t num_bytes = whole(head.num_bytes);
+    const size_t num_bytes = whole(head.inline_bytes());
     const uint64_t until = place + num_bytes;
     if (until - load(bytes_taken(there)) > RING_BYTES || until - load(bytes_released(there)) > BUDGET_BYTES)
         return false;
     write(there, place, &head, HEAD_BYTES);
-    write(there, place + HEAD_BYTES, message, head.num_bytes);
+    write(there, place + HEAD_BYTES, message, head.inline_bytes());
     store(bytes_put(there), until);
     change(peer);
-    auto& counted = counts_[static_cast<size_t>(peer)];
-    ++counted.sent_messages;
-    counted.sent_bytes += head.num_bytes;
+    if (head.kind == MESSAGE) count_sent(peer, head.num_bytes);
+    if (head.kind == TAKEN) count_received(peer, head.num_bytes);
     return true;
 }
 
@@ -90,21 +107,24 @@ std::optional<Inboxes::Head> Inboxes::first(int peer) const {
     if (!there) return std::nullopt;
     Head head;
     read(here, place, &head, HEAD_BYTES);
-    if (there > RING_BYTES || head.num_bytes > RING_BYTES || whole(head.num_bytes) > there)
+    if (there > RING_BYTES || there < HEAD_BYTES || head.kind > TAKEN || head.inline_bytes() > RING_BYTES ||
+        whole(head.inline_bytes()) > there)
         throw std::runtime_error("what is in an inbox is no message");
     return head;
 }
 
 void Inboxes::take(int peer, uint8_t* into, size_t num_bytes) {
     const auto head = first(peer);
-    if (!head || head->num_bytes != num_bytes) throw std::runtime_error("there is no such message in the inbox");
+    if (!head || head->inline_bytes() != num_bytes) throw std::runtime_error("there is no such message in the inbox");
     uint8_t* here = ring(peer, rank_);
     const uint64_t place = bytes_taken(here);
     read(here, place + HEAD_BYTES, into, num_bytes);
     store(bytes_taken(here), place + whole(num_bytes));
-    auto& counted = counts_[static_cast<size_t>(peer)];
-    ++counted.received_messages;
-    counted.received_bytes += num_bytes;
+    if (head->kind == MESSAGE)
+        count_received(peer, num_bytes);
+    else
+        release(peer, 0);
+    if (head->kind == TAKEN) count_sent(peer, head->num_bytes);
 }
 
 void Inboxes::release(int peer, size_t num_bytes) {
@@ -112,16 +132,51 @@ void Inboxes::release(int peer, size_t num_bytes) {
     store(released, released + whole(num_bytes));
 }
 
+bool Inboxes::copy(int peer, uint64_t address, uint8_t* into, size_t num_bytes) {
+    const auto process = static_cast<int>(load(page_word(peer, PROCESS)));
+    uint64_t found = 0;
+    const auto fetch = [process](uint64_t from, void* to, size_t count) {
+        return !read_memory(process, from, static_cast<uint8_t*>(to), static_cast<int64_t>(count));
+    };
+    return fetch(page_word(peer, TOKEN_ADDRESS), &found, sizeof found) && found == page_word(peer, TOKEN) &&
+           fetch(address, into, num_bytes) && load(page_word(peer, PROCESS)) == static_cast<uint64_t>(process);
+}
+
+void Inboxes::withdraw() { store(page_word(rank_, PROCESS), 0); }
+
+void Inboxes::be_called(bool is_so) {
+    // Whoever says so looks then once more, and whoever puts in something asks then: neither may go before the other.
+    std::atomic_ref<uint64_t>(page_word(rank_, CALLED)).exchange(is_so, std::memory_order_seq_cst);
+}
+
+bool Inboxes::must_call(int peer) const {
+    return std::atomic_ref<uint64_t>(page_word(peer, CALLED)).load(std::memory_order_seq_cst);
+}
+
+void Inboxes::count_sent(int peer, size_t num_bytes) {
+    auto& counted = counts_[static_cast<size_t>(peer)];
+    ++counted.sent_messages;
+    counted.sent_bytes += num_bytes;
+}
+
+void Inboxes::count_received(int peer, size_t num_bytes) {
+    auto& counted = counts_[static_cast<size_t>(peer)];
+    ++counted.received_messages;
+    counted.received_bytes += num_bytes;
+}
+
 uint64_t Inboxes::num_changes() const { return load(changes(rank_)); }
 
 void Inboxes::change(int rank) {
-    std::atomic_ref<uint64_t>(changes(rank)).fetch_add(1, std::memory_order_acq_rel);
+    std::atomic_ref<uint64_t>(changes(rank)).fetch_add(1, std::memory_order_seq_cst);
     wake_all(changes(rank));
 }
 
-void Inboxes::wait(uint64_t seen, double timeout_s, bool looks) const {
+void Inboxes::wait(uint64_t seen, double timeout_s, size_t num_bytes) const {
     const auto has_changed = [&] { return num_changes() != seen; };
-    if (!looks || !look_for(has_changed, SteadyClock::now() + spin_)) sleep_on(changes(rank_), seen, timeout_s);
+    const auto copies = std::chrono::microseconds(std::min(num_bytes, MOST_LOOKED_BYTES) / COPIED_BYTES_PER_US);
+    const auto looks = spin_.count() ? spin_ + copies : spin_;
+    if (!look_for(has_changed, SteadyClock::now() + looks)) sleep_on(changes(rank_), seen, timeout_s);
 }
 
 }  // namespace syncline
