@@ -60,8 +60,8 @@ def _clone_worker(worker: FleetWorker) -> FleetWorker:
     worker.clock, machine = _twin(worker.clock), _twin(worker.machine)
     worker.machine = machine
     twins = {id(run): _twin_run(run) for run in (machine._out, machine._making, machine._sending) if run is not None}
-    machine._out, machine._free = twins.get(id(machine._out)), machine._free.copy()
-    machine._making, machine._sending = twins.get(id(machine._making)), twins.get(id(machine._sending))
+    machine._out, machine._making = twins.get(id(machine._out)), twins.get(id(machine._making))
+    machine._sending = twins.get(id(machine._sending))
     return worker
 
 

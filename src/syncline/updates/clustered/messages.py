@@ -74,21 +74,13 @@ class RecordSchedule:
         """Return the record of that number."""
         assert index >= 0
         term, within = divmod(index, self.records_of_term)
-        if self.averages and within == self.records_of_term - 1:
-            period = (term + 1) * self.reelect_every - 1
-            return Record(
-                index=index, kind=Kind.AVERAGE, term=term, period=period, batch=(period + 1) * self.period - 1
-            )
         period_in_term, batch = divmod(within, self.records_of_period)
-        period = term * self.reelect_every + period_in_term
         kind = Kind.RESULT if batch == self.period else Kind.MEAN
-        return Record(
-            index=index,
-            kind=kind,
-            term=term,
-            period=period,
-            batch=period * self.period + min(batch, self.period - 1),
-        )
+        if self.averages and within == self.records_of_term - 1:
+            kind, period_in_term, batch = Kind.AVERAGE, self.reelect_every - 1, self.period
+        period = term * self.reelect_every + period_in_term
+        batch = period * self.period + min(batch, self.period - 1)
+        return Record(index=index, kind=kind, term=term, period=period, batch=batch)
 
     def last_of_term(self, term: int) -> int:
         """Return the number of a term's last record."""

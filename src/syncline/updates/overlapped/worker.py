@@ -104,7 +104,7 @@ class _Run:
         return self.last - self.first + 1
 
 
-NUM_PLACES = 3
+PLACES = {0, 1, 2}
 """For the push that is out, the run in the making, and a settled push that has not left."""
 
 
@@ -130,9 +130,6 @@ class BucketWorker:
         self._begin()
 
     def _begin(self) -> None:
-        self._free = list(range(NUM_PLACES - 1, -1, -1))
-        if self._sending is not None:
-            self._free.remove(self._sending.place)
         self._out: _Run | None = None
         self._making: _Run | None = None
         self.last_round = 0
@@ -188,9 +185,7 @@ class BucketWorker:
 
     def sent(self) -> None:
         """Take note that the push has left."""
-        run, self._sending = self._sending, None
-        if run is not None and run is not self._out:
-            self._free.append(run.place)
+        self._sending = None
 
     def arrived(self, reply: Reply) -> bool:
         """Take note of a reply; whether it is newer than all before, so that its sum is the one to keep."""
@@ -209,8 +204,6 @@ class BucketWorker:
         if settled is not None:
             self._out = None
             self._turnaround = self._num_own - settled.pushed_at
-            if settled is not self._sending:
-                self._free.append(settled.place)
         self.used = newest.closed
         self.num_unused = 0
         advance, self._used_clock = newest.clock - self._used_clock, newest.clock
@@ -249,7 +242,8 @@ class BucketWorker:
             run.last = self._num_own
             run.weight += weight
             return Keep(place=run.place, add=True)
-        run = self._making = _Run(self._free.pop(), self._num_own, self._num_own, weight)
+        taken = {one.place for one in (self._out, self._sending) if one is not None}
+        run = self._making = _Run(min(PLACES - taken), self._num_own, self._num_own, weight)
         return Keep(place=run.place, add=False)
 
     def _hand_over(self, iteration: int) -> list[Send]:
@@ -259,9 +253,7 @@ class BucketWorker:
         self._making = None
         round_number = max(self.last_round, self.closed) + 1
         if round_number > min(self.num_rounds, iteration):
-            # Others have ended the period, and rounds were abandoned: this gradient stays a step of this worker.
-            self._free.append(run.place)
-            return []
+            return []  # others have ended the period, and rounds were abandoned: it stays a step of this worker
         self._sending = run
         self.last_round = run.round_number = round_number
         run.pushed_at = self._num_own
