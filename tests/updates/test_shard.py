@@ -11,7 +11,7 @@ import torch
 from syncline.updates.bucket import Bucket, ParameterEntry, plan_buckets
 from syncline.updates.inner import ELEMENTWISE, hyperparameters
 from syncline.updates.shard import Shard
-from syncline.updates.state import whole_state
+from syncline.updates.state import WholeState
 
 SHAPES = [(4, 3), (5,), (), (2, 2)]
 OWNED = ((2, 7), (9, 14), (16, 20))
@@ -52,7 +52,7 @@ def run(
         if number == reload_at:
             state = {f"p{place}": dict(plain.state[tensor]) for place, tensor in enumerate(tensors)}
             shard = Shard(bucket, [OWNED], make(tensors), whole_parameters=False)
-            shard.load_state(whole_state([bucket], state))
+            shard.load_state(WholeState([bucket], state))
         bucket.gradients.copy_(gradients)
         plain.step()
         shard.scale([0.5] * len(SHAPES))
@@ -100,7 +100,7 @@ def test_state_is_divided_again_when_it_is_loaded(kind: type[torch.optim.Optimiz
 def test_state_is_that_of_owned_elements() -> None:
     bucket, tensors = make_bucket()
     shard = Shard(bucket, [OWNED], torch.optim.SGD(tensors, lr=0.1, momentum=0.9), whole_parameters=False)
-    assert shard.num_elements == 14
+    assert sum(segment.num_elements for segment in shard.segments) == 14
     assert shard.num_state_bytes == 0
     bucket.gradients.fill_(1.0)
     shard.step({}, [True] * 4)
@@ -116,9 +116,9 @@ def test_each_group_of_ranges_is_stepped_by_itself(reload: bool) -> None:
     bucket, tensors = make_bucket()
     shard = Shard(bucket, groups, torch.optim.SGD(tensors, lr=0.1, momentum=0.9), whole_parameters=False)
     if reload:
-        shard.load_state(whole_state([bucket], {f"p{number}": {"step": 3} for number in range(4)}))
+        shard.load_state(WholeState([bucket], {f"p{number}": {"step": 3} for number in range(4)}))
     assert [sum(segment.num_elements for segment in segments) for segments, _ in shard.views()] == [9, 5]
-    assert shard.num_elements == 14
+    assert sum(segment.num_elements for segment in shard.segments) == 14
     bucket.gradients.fill_(1.0)
     shard.step({}, [True, True, True, False])
     sizes = sorted(sum(segment.num_elements for segment in segments) for segments, _ in shard.views())
@@ -132,7 +132,7 @@ def test_a_rank_that_owns_nothing_has_nothing() -> None:
     bucket, tensors = make_bucket()
     shard = Shard(bucket, (), torch.optim.Adam(tensors), whole_parameters=False)
     shard.step({}, [True] * 4)
-    shard.load_state(whole_state([bucket], {}))
+    shard.load_state(WholeState([bucket], {}))
     assert shard.num_state_bytes == 0
     assert not list(shard.state_entries())
 

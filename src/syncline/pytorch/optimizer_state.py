@@ -12,7 +12,7 @@ from syncline.schedule import Collective
 from syncline.updates import Updater
 from syncline.updates.bucket import Bucket, placed
 from syncline.updates.control import every_rank
-from syncline.updates.state import StateEntry, decode_single, describe_state, dtype_of, joined_catalogues, whole_state
+from syncline.updates.state import StateEntry, WholeState, decode_single, describe_state, dtype_of, joined_catalogues
 
 Values = dict[str, dict[str, Any]]
 
@@ -50,7 +50,7 @@ def spread_state(updater: Updater, state_dict: Mapping[str, Any]) -> None:
     by_place = {place[number]: values for number, values in state_dict["state"].items()}
     names = {number: name for name, number in _numbers(updater).items()}
     state = {names[number]: values for number, values in by_place.items() if number in names}
-    updater.load_state(whole_state(updater.buckets, state))
+    updater.load_state(WholeState(updater.buckets, state))
     for group, options in zip(groups, saved, strict=True):
         group.update({key: value for key, value in options.items() if key not in {"params", "param_names"}})
 
@@ -63,7 +63,7 @@ def divide_existing_state(updater: Updater) -> None:
         if optimizer.state.get(tensor):
             state[slot.name] = dict(optimizer.state[tensor])
     if state:
-        updater.load_state(whole_state(updater.buckets, state))
+        updater.load_state(WholeState(updater.buckets, state))
         optimizer.state.clear()
 
 

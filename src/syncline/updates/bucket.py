@@ -295,12 +295,12 @@ def plan_buckets(entries: Sequence[ParameterEntry], *, bucket_bytes: int) -> tup
         raise ConfigurationError(f"bucket_bytes must be positive, not {bucket_bytes}; the default is 4 MiB")
     left: Counter[_Kind] = Counter()
     for entry in entries:
-        left[_kind_of(entry)] += entry.num_bytes
+        left[kind_of(entry)] += entry.num_bytes
     packings: list[_Packing] = []
     current: dict[_Kind, _Packing] = {}
     opened: Counter[_Kind] = Counter()
     for position, entry in enumerate(entries):
-        kind = _kind_of(entry)
+        kind = kind_of(entry)
         if kind not in current or not current[kind].has_room(entry.num_bytes):
             limit_bytes = _limit_bytes(opened[kind], left[kind], bucket_bytes)
             current[kind] = _Packing(limit_bytes=max(limit_bytes, entry.num_bytes + bucket_bytes // 8))
@@ -314,7 +314,8 @@ def plan_buckets(entries: Sequence[ParameterEntry], *, bucket_bytes: int) -> tup
 _Kind = tuple[int, torch.dtype, torch.device]
 
 
-def _kind_of(entry: ParameterEntry) -> _Kind:
+def kind_of(entry: ParameterEntry | BucketPlan) -> _Kind:
+    """Return what parameters of one bucket have in common."""
     return entry.group, entry.dtype, entry.device
 
 

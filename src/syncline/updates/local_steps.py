@@ -41,7 +41,7 @@ from syncline.updates.control import ControlStream
 from syncline.updates.report import LocalReports, PendingReport, StepReports
 from syncline.updates.rounds import Move, Round
 from syncline.updates.rule import Setting, WholeRule, WholeUpdater
-from syncline.updates.state import StateSource, key_of_rank, state_of_rank
+from syncline.updates.state import StateOfRank, StateSource, key_of_rank
 
 # The outer optimizer: what the averaged difference of a period does to the parameters (DiLoCo's Nesterov momentum).
 #
@@ -337,7 +337,7 @@ class LocalStepsUpdater(WholeUpdater):
         self._land()
         self._is_equal = True
         self._unsent = [0.0] * len(self._fragments)
-        super().load_state(state_of_rank(source, self.collectives.rank))
+        super().load_state(StateOfRank(source, self.collectives.rank))
 
     def close(self) -> None:
         """Give up what is under way."""

@@ -21,7 +21,7 @@ from syncline.schedule.step_candidates import BALANCED, MAY_TAKE, Cap
 from syncline.schedule.step_flow import solve_step_flow
 from syncline.topology import Host, Node, Topology
 from syncline.units import format_size
-from syncline.updates.bucket import BucketPlan, Slot
+from syncline.updates.bucket import BucketPlan, Slot, kind_of
 from syncline.updates.inner import ELEMENTWISE, make_inner, step_without_hooks
 
 _log = logging.getLogger(__name__)
@@ -112,12 +112,8 @@ def _num_owners(topology: Topology) -> list[int]:
 
 def _whole_state_bytes(plans: Sequence[BucketPlan], optimizer: torch.optim.Optimizer) -> float:
     """Return the bytes of the state of all parameters; NaN if it is not known."""
-    per_element = {kind: state_bytes_per_element(optimizer, *kind) for kind in {_kind_of(plan) for plan in plans}}
-    return sum(per_element[_kind_of(plan)] * plan.num_elements for plan in plans)
-
-
-def _kind_of(plan: BucketPlan) -> tuple[int, torch.dtype, torch.device]:
-    return plan.group, plan.dtype, plan.device
+    per_element = {kind: state_bytes_per_element(optimizer, *kind) for kind in {kind_of(plan) for plan in plans}}
+    return sum(per_element[kind_of(plan)] * plan.num_elements for plan in plans)
 
 
 def state_bytes_per_element(

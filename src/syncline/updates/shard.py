@@ -180,11 +180,6 @@ class Shard:
         self._before_step: tuple[list[dict[str, Any]], dict[str, Any]] | None = None
 
     @property
-    def num_elements(self) -> int:
-        """Number of owned elements."""
-        return sum(segment.num_elements for segment in self.segments)
-
-    @property
     def state(self) -> Mapping[torch.Tensor, Any]:
         """The optimizer state, by view."""
         return {} if self._inner is None else self._inner.state
@@ -247,17 +242,13 @@ class Shard:
 
     def state_entries(self) -> Iterator[StateEntry]:
         """Yield the state, parameter by parameter; single values by who has the first element alone."""
-        for segment, held in self._pieces():
+        for segment, held in self.pieces():
             for entry in held.entries(is_spare=segment.is_spare):
                 if entry.start is not None or held.part.start == 0:
                     yield entry
 
-    def held(self) -> Iterator[HeldState]:
+    def pieces(self) -> Iterator[tuple[Segment, HeldState]]:
         """Yield all that this rank keeps, a range of a parameter at a time; single values with each of them."""
-        for _, held in self._pieces():
-            yield held
-
-    def _pieces(self) -> Iterator[tuple[Segment, HeldState]]:
         for view in self._views:
             assert self._inner is not None, "views have an optimizer"
             state = self._inner.state.get(view.tensor, {})

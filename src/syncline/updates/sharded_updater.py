@@ -347,7 +347,7 @@ class ShardedUpdater(Updater):
 
     def held_state(self) -> list[HeldState]:
         """Return the state that this rank keeps, which outlives this updater."""
-        return [one for shard in self.shards for one in shard.held()]
+        return [held for shard in self.shards for _, held in shard.pieces()]
 
     def close(self) -> None:
         """End the update thread, and give up what crosses slow links."""

@@ -78,11 +78,11 @@ class StateSource(Protocol):
 
 
 class WholeState:
-    """Optimizer state of which everything is at hand."""
+    """Optimizer state of the parameters of some buckets, of which everything is at hand."""
 
-    def __init__(self, state: StateByName, shapes: Mapping[str, Sequence[int]]) -> None:
+    def __init__(self, buckets: Sequence[Bucket], state: StateByName) -> None:
         self._state = state
-        self._shapes = shapes
+        self._shapes = {slot.name: slot.shape for bucket in buckets for slot in bucket.plan.slots}
 
     def values(self, parameter: str) -> Mapping[str, Any]:
         """Return a parameter's state: a number type for what has one value for each element, else the value."""
@@ -107,13 +107,8 @@ def key_of_rank(key: str, rank: int) -> str:
     return f"{key}{_OF_RANK}{rank}" if rank else key
 
 
-def state_of_rank(source: StateSource, rank: int) -> StateSource:
-    """Return what ``source`` has of one rank; of another in turn, if it has fewer."""
-    return _StateOfRank(source, rank)
-
-
-class _StateOfRank:
-    """The state of one rank in a source that has that of several."""
+class StateOfRank:
+    """The state of one rank in a source that has that of several; of another in turn, if it has fewer."""
 
     def __init__(self, source: StateSource, rank: int) -> None:
         self._source = source
@@ -175,11 +170,6 @@ def num_state_bytes(optimizer: torch.optim.Optimizer) -> int:
         for value in state.values()
         if isinstance(value, torch.Tensor)
     )
-
-
-def whole_state(buckets: Sequence[Bucket], state: StateByName) -> WholeState:
-    """Return ``state`` as a source for the parameters of ``buckets``."""
-    return WholeState(state, {slot.name: slot.shape for bucket in buckets for slot in bucket.plan.slots})
 
 
 def copied(value: Any) -> Any:

@@ -22,7 +22,7 @@ from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.training import Training
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Slot, placed
 from syncline.updates.control import every_rank
-from syncline.updates.state import StateEntry, StateSource, load_parameter_state, parameter_entries, state_of_rank
+from syncline.updates.state import StateEntry, StateOfRank, StateSource, load_parameter_state, parameter_entries
 
 
 class MembersChangedError(CheckpointError):
@@ -151,7 +151,7 @@ class CheckpointGroup:
         """Replace the optimizer state."""
         assert self.optimizer is not None, "only an optimizer's state is loaded"
         self.optimizer.state.clear()
-        first = state_of_rank(source, 0)
+        first = StateOfRank(source, 0)
         for slot, tensor in self.places:
             state = load_parameter_state(first, slot, tensor)
             if state:
@@ -245,7 +245,7 @@ class FleetCheckpointGroup(CheckpointGroup):
     def load_state(self, source: StateSource) -> None:
         """Replace the owned optimizer state."""
         updater = self.training.updater
-        updater.load_state(source if updater.keeps_own_state else state_of_rank(source, 0))
+        updater.load_state(source if updater.keeps_own_state else StateOfRank(source, 0))
         if updater.collectives.crossing is not None:
             updater.collectives.crossing.load_state(source)
 

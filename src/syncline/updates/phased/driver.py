@@ -158,9 +158,8 @@ class PairDriver(Driver):
         found: list[dict[str, torch.Tensor]] = []
 
         def take(tensors: dict[str, torch.Tensor]) -> None:
-            with self._changed:
-                found.append(tensors)
-                self._changed.notify_all()
+            found.append(tensors)
+            self._wake()
 
         self._stage_driver.store.read_parameters(number, take)
         late = f"Stage {number} was not read within {self._timeout_s:g} s ({self._storage.place})"
@@ -403,7 +402,9 @@ class PairDriver(Driver):
     def _take_early(self) -> None:
         """Take what was sent, if it is for the pass that is under way; with the lock held."""
         message, current = self._early, self._pass
-        if message is not None and current is not None and message.call == current.call:
+        if message is None or current is None:
+            return
+        if (message.kind, message.number) == (current.kind, current.number):
             self._early = None
             self._stage_driver.inputs.add(message)
             self._obey(self._phases.arrived(message.phase, message.num_bytes))

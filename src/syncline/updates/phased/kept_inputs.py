@@ -49,11 +49,6 @@ class Message:
     """Of the micro-batches so far, once it is known."""
 
     @property
-    def call(self) -> tuple[Pass, int]:
-        """Which pass it belongs to: what kind, and which of all."""
-        return self.kind, self.number
-
-    @property
     def num_bytes(self) -> int:
         """Memory of all its tensors."""
         return sum(tensor.nbytes for tensor in self.payload if tensor is not None)

@@ -132,11 +132,6 @@ class CurrentPass:
     output: Any = None
     """Of the last stage, in a forward pass alone."""
 
-    @property
-    def call(self) -> tuple[Pass, int]:
-        """What kind of pass it is, and which of all."""
-        return self.kind, self.number
-
 
 class PhaseWork:
     """Computes phases; keeps the gradients of each stage until its update is over."""
