@@ -106,12 +106,11 @@ class AllReduceUpdater(WholeUpdater):
     def _combine(self, report: PendingReport) -> Sequence[bool]:
         for index in self._reductions:
             self.buckets[index].unstage_gradients()
-        combined = report.result()
-        if combined.correction != 1.0:
+        if (correction := report.correction) != 1.0:
             for bucket in self.buckets:
-                bucket.gradients.mul_(combined.correction)
+                bucket.gradients.mul_(correction)
         self._reductions = {}
-        return combined.present
+        return report.present
 
     def step(self) -> None:
         """Step the user's optimizer, which skips what has no gradient."""

@@ -45,7 +45,7 @@ class GradientsOfStep:
 
     def present(self) -> Sequence[bool]:
         """Return for each position whether it is stepped; waits for the report."""
-        present: Sequence[bool] = self.report.result().present
+        present: Sequence[bool] = self.report.present
         if self.carried is not None:
             present = [new or old for new, old in zip(present, self.carried, strict=True)]
         if self.dropped:
@@ -54,8 +54,7 @@ class GradientsOfStep:
 
     def factors(self) -> Sequence[float]:
         """Return the factor of each position; waits for the report."""
-        result = self.report.result()
-        return self.scales or [result.correction] * len(result.present)
+        return self.scales or [self.report.correction] * len(self.report.present)
 
 
 class DividedGradients:
@@ -125,7 +124,7 @@ class DividedGradients:
             return
         self.inspect()
         self.apply_scales()
-        present: Sequence[bool] = self._report.result().present
+        present: Sequence[bool] = self._report.present
         if self._carried is not None:
             present = [new or old for new, old in zip(present, self._carried, strict=True)]
         aside = {position: [part.clone() for part in self._parts.get(position, ())] for position in _places(kept)}
@@ -151,7 +150,7 @@ class DividedGradients:
         self.wait_reductions()
         for bucket in self._buckets:
             bucket.unstage_gradients()
-        self._scales = [self._report.result().correction] * len(self._scales)
+        self._scales = [self._report.correction] * len(self._scales)
         self._norms.clear()
         self._is_inspected = True
 

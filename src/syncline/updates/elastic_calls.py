@@ -260,7 +260,6 @@ class CommitReport(PendingReport):
         self._num_notes = len(own[2]) + len(NO_FLAGS)
         self._num_noted = 0
         self._totals = torch.empty(0)
-        self._result = None
 
     @property
     def is_done(self) -> bool:

@@ -184,7 +184,7 @@ class InBackwardUpdater(ShardedUpdater):
             present: Sequence[bool] = [True] * num_parameters
             correction = pending.expected / float(pending.weights[0])
         else:
-            present, correction = report.result().present, report.result().correction
+            present, correction = report.present, report.correction
         bucket.unstage_gradients()
         factors = [correction] * len(present)
         self._step_shard(bucket, pending.number, pending.options, present=present, factors=factors, may_undo=True)

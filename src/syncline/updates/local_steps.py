@@ -267,7 +267,7 @@ class LocalStepsUpdater(WholeUpdater):
     def finish_backward(self, report: PendingReport) -> Sequence[bool]:
         """Take the party's gradients, and note how many samples are behind them."""
         if self._party is None:
-            present: Sequence[bool] = report.result().present
+            present: Sequence[bool] = report.present
         else:
             present = self._party.finish_backward(report)
         self._weight = report.total / len(self._ranks)

@@ -13,7 +13,7 @@ rank for the eyes of all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -22,16 +22,6 @@ from syncline.updates.control import ControlStream
 
 Notes = tuple[tuple[float, ...], ...]
 """By rank, the numbers that it wanted all to see."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """What all ranks together contributed to one pass."""
-
-    correction: float
-    """Factor that turns the combined gradients into the weighted mean over ranks."""
-    present: tuple[bool, ...]
-    """For each parameter in buckets (by position), whether any rank had a gradient for it."""
 
 
 class PendingReport:
@@ -46,7 +36,6 @@ class PendingReport:
         self._expected = expected
         self._num_noted = num_notes * world_size
         self._num_notes = num_notes
-        self._result: StepReport | None = None
 
     @property
     def total(self) -> float:
@@ -82,15 +71,18 @@ class PendingReport:
         """
         raise NotImplementedError
 
-    def result(self) -> StepReport:
-        """Wait for the report."""
-        if self._result is not None:
-            return self._result
+    @property
+    def correction(self) -> float:
+        """Factor that turns the combined gradients into the weighted mean over ranks; waits for the report."""
+        self.wait()
+        return 1.0 if self.is_empty else self._expected / self.total
+
+    @cached_property
+    def present(self) -> tuple[bool, ...]:
+        """For each parameter in buckets (by position), whether any rank had a gradient for it; waits for the report."""
         self.wait()
         total, *counts = self._totals[: len(self._totals) - self._num_noted].tolist()
-        correction = 1.0 if self.is_empty else self._expected / total
-        self._result = StepReport(correction=correction, present=tuple(total > 0 < count for count in counts))
-        return self._result
+        return tuple(total > 0 < count for count in counts)
 
 
 class LocalReport(PendingReport):
@@ -100,20 +92,17 @@ class LocalReport(PendingReport):
     is_done = True
     is_empty = False
     """Others may have one."""
+    correction = 1.0
 
     def __init__(self, weight: float, present: Sequence[bool], notes: Sequence[float]) -> None:
         self.notes = (tuple(notes),)
         self._weight = weight
-        self._present = tuple(present)
+        self.present = tuple(present)
 
     @property
     def total(self) -> float:
         """Weight of this rank."""
         return self._weight
-
-    def result(self) -> StepReport:
-        """Return it; nothing is waited for."""
-        return StepReport(correction=1.0, present=self._present)
 
 
 class LocalReports:

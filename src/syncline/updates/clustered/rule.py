@@ -231,7 +231,7 @@ class ClusteredUpdater(WholeUpdater):
     def finish_backward(self, report: PendingReport) -> Sequence[bool]:
         """Take note of how many samples are behind the gradients."""
         self._samples = report.total
-        self._present = report.result().present
+        self._present = report.present
         return self._present
 
     def step(self) -> None:

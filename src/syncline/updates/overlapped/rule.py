@@ -232,7 +232,7 @@ class OverlappedUpdater(WholeUpdater):
         """Take note of how many samples are behind the gradients."""
         self._weight = report.total
         _, self._nonfinite, *_ = map(int, report.notes[0]) if report.notes else (0, 0)
-        return report.result().present
+        return report.present
 
     def step(self) -> None:
         """Push the own gradients, fold in what has come, and step the user's optimizer; at its end, average."""
