@@ -240,8 +240,7 @@ class LocalStepsUpdater(WholeUpdater):
         self._weight = 0.0
         self._unsent = [0.0] * len(self._fragments)
         """By fragment, the samples since its last round."""
-        self._num_steps = self._num_rounds = self._num_waits = 0
-        self._waited_s = 0.0
+        self._counts = LocalStepsStatistics(num_steps=0, num_rounds=0, num_waits=0, waited_s=0.0, parties=self.parties)
 
     @property
     def reporting_ranks(self) -> Sequence[int]:
@@ -283,7 +282,7 @@ class LocalStepsUpdater(WholeUpdater):
         self._unsent = [samples + self._weight for samples in self._unsent]
         self._weight = 0.0
         self.step_number += 1
-        self._num_steps += 1
+        self._counts = replace(self._counts, num_steps=self._counts.num_steps + 1)
         if self._num_sends(self.step_number) > self._num_sends(self.step_number - 1):
             self._land()
             self._send(ends=False)
@@ -315,17 +314,7 @@ class LocalStepsUpdater(WholeUpdater):
 
     def statistics(self) -> LocalStepsStatistics:
         """Return what was sent and waited for on this rank."""
-        return LocalStepsStatistics(
-            num_steps=self._num_steps,
-            num_rounds=self._num_rounds,
-            num_waits=self._num_waits,
-            waited_s=self._waited_s,
-            parties=self.parties,
-        )
-
-    def progress(self) -> str:
-        """Say how many rounds were waited for, and how long."""
-        return f"rounds {self._num_rounds}, waited for {self._num_waits}: {self._waited_s:.1f} s"
+        return self._counts
 
     def _saved(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return all state of this rank; that of rank 0 under its plain keys, and the outer velocity once."""
@@ -398,12 +387,12 @@ class LocalStepsUpdater(WholeUpdater):
             return torch.empty(0, 2)
         flight, self._flight = self._flight, None
         parts = self._fragments[(self._next_round - 1) % len(self._fragments)]
-        start_s = time.monotonic()
-        self._num_waits += not flight.is_over
+        start_s, num_waits = time.monotonic(), self._counts.num_waits + (not flight.is_over)
         with self.collectives.communicator.progress.waiting("round"):
             means = flight.wait()
-        self._waited_s += time.monotonic() - start_s
-        self._num_rounds += 1
+        waited_s = self._counts.waited_s + time.monotonic() - start_s
+        num_rounds = self._counts.num_rounds + 1
+        self._counts = replace(self._counts, num_rounds=num_rounds, num_waits=num_waits, waited_s=waited_s)
         has_weight = sum(flight.weights) > 0
         for part, move, new in zip(parts, flight.moves, means, strict=True):
             if self._outer and has_weight:

@@ -332,6 +332,11 @@ class WholeUpdater(Updater):
 
     defers_parameters = False
 
+    def progress(self) -> str:
+        """Say in a line what this rule counts; empty if that is nothing."""
+        counted = self.statistics()
+        return "" if counted is None else str(counted)
+
     def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
         """Clip the gradients as they stand when ``backward()`` has returned."""
         tensors = [tensor for group in self.optimizer.param_groups for tensor in group["params"]]

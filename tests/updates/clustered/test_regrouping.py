@@ -22,7 +22,7 @@ FAST_AND_SLOW = {rank: (("batch_s", 0.1 if rank % 2 else 0.5),) for rank in rang
 
 
 def regrouping(**choices) -> Regrouping:
-    return Regrouping(inventory=Inventory(topology=HOSTS), num_clusters=None, seed=0, **choices)
+    return Regrouping(inventory=Inventory(topology=HOSTS), num_clusters=None, **choices)
 
 
 def test_what_machines_measured_divides_them_anew() -> None:
@@ -43,14 +43,14 @@ def test_a_cluster_that_lost_a_host_keeps_its_number() -> None:
 
 
 def test_machines_that_cannot_be_divided_so_stay_where_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    too_many = Regrouping(inventory=Inventory(topology=HOSTS), num_clusters=5, seed=0)
+    too_many = Regrouping(inventory=Inventory(topology=HOSTS), num_clusters=5)
     assert too_many.propose(((0, 1), (2, 3)), FAST_AND_SLOW, living=ALL) == ()
     assert "clusters stay as they are: 4 hosts cannot form 5 clusters" in caplog.text
 
 
 def test_dead_hosts_are_not_compared() -> None:
     """Rank 4 was the only other kind of machine; without it the others are alike, and stay together."""
-    five = Regrouping(inventory=Inventory(topology=Topology.flat(5, rate=1e8)), num_clusters=None, seed=0)
+    five = Regrouping(inventory=Inventory(topology=Topology.flat(5, rate=1e8)), num_clusters=None)
     measurements = {rank: (("batch_s", 9.0 if rank == 4 else 0.1),) for rank in range(5)}
     together = ((0, 1, 2, 3, 4),)
     assert five.propose(together, measurements, living=range(5)) == ((0, 1, 2, 3), (4,))
@@ -68,7 +68,7 @@ def test_the_dead_stay_in_some_cluster_and_their_latencies_do_not_count(dead: in
     measurements = {rank: (("batch_s", 0.1 if rank % 2 or rank == 4 else 0.5),) for rank in range(5)}
     living = [rank for rank in range(5) if rank != dead]
     measurements[dead] = (("batch_s", 50.0),)
-    regrouping = Regrouping(inventory=inventory, num_clusters=None, seed=0)
+    regrouping = Regrouping(inventory=inventory, num_clusters=None)
     assert regrouping.propose(((0, 3), (1, 2, 4)), measurements, living=living) == expected
 
 

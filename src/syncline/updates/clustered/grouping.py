@@ -47,14 +47,14 @@ def measure_hosts(
     return replace(wanted, measured=measured)
 
 
-def agree_on_clusters(control: ControlStream, inventory: Inventory, *, clusters: ClusterChoice, seed: int) -> Clusters:
+def agree_on_clusters(control: ControlStream, inventory: Inventory, clusters: ClusterChoice) -> Clusters:
     """Return the ranks of each cluster, the same on every rank; every rank calls it, and raises what rank 0 does."""
     if not isinstance(clusters, str | int):
         return check_clusters(clusters, inventory.topology.num_ranks)
     decided: tuple[Clusters, str | None] = ((), None)
     if control.rank == 0:
         try:
-            decided = group(inventory, clusters=clusters, seed=seed), None
+            decided = group(inventory, clusters=clusters), None
         except ConfigurationError as error:
             decided = (), str(error)
     found, error_text = control.all_gather(decided, "clusters")[0]
@@ -149,7 +149,6 @@ class Regrouping:
 
     inventory: Inventory
     num_clusters: int | None
-    seed: int
 
     def propose(
         self, clusters: Clusters, measurements: Mapping[int, Measurement], *, living: Collection[int]
@@ -167,7 +166,7 @@ class Regrouping:
         labels = [cluster_of[host.ranks[0].rank] for host in hosts]
         try:
             table = self.inventory.table(newer, hosts=[host.name for host in hosts])
-            found = reconsider(table.vectors, labels, num_clusters=self.num_clusters, seed=self.seed)
+            found = reconsider(table.vectors, labels, num_clusters=self.num_clusters)
         except ConfigurationError as error:  # what divided the machines at the start may not divide them now
             _log.warning("clusters stay as they are: %s", error)
             return ()

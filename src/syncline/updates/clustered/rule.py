@@ -156,7 +156,7 @@ class Clustered(WholeRule):
 
 
 SEED = 0
-"""Of the draws of temporary servers, and of what divides machines."""
+"""Of the draws of temporary servers."""
 FAREWELL_S = 10.0
 """A rank that ends the job does not wait longer for the others to have all that they need."""
 
@@ -174,9 +174,7 @@ class ClusteredUpdater(WholeUpdater):
         gpu, reads = gpu_of(self.buckets), rule.features is None or len(rule.features) > 0
         read = partial(read_machine, gpu=gpu) if reads and isinstance(rule.clusters, str | int) else None
         self.inventory = measure_hosts(self.collectives.control, wanted, read=read)
-        self.clusters: Clusters = agree_on_clusters(
-            self.collectives.control, self.inventory, clusters=rule.clusters, seed=SEED
-        )
+        self.clusters: Clusters = agree_on_clusters(self.collectives.control, self.inventory, rule.clusters)
         self.record_schedule = rule.record_schedule(len(self.clusters))
         sums = rule.period > 1 and not rule.is_literal and self.record_schedule.has_outer_rounds
         self._period = Period(forecast_weight=rule.forecast) if sums else None
@@ -212,7 +210,6 @@ class ClusteredUpdater(WholeUpdater):
         self._regrouping = Regrouping(
             inventory=self.inventory,
             num_clusters=rule.clusters if isinstance(rule.clusters, int) else None,
-            seed=SEED,
         )
         self._driver.start()
 
@@ -257,10 +254,6 @@ class ClusteredUpdater(WholeUpdater):
             table = self._contributions.table.tolist()
             counted = replace(counted, contributions=tuple(map(tuple, table)))
         return replace(counted, features=self._pace.history.summary(), history=self._pace.history.periods)
-
-    def progress(self) -> str:
-        """Say the term, who serves, and what this rank sent inside its cluster and between clusters."""
-        return str(self._driver.statistics())
 
     def close(self) -> None:
         """Release everything."""

@@ -273,10 +273,6 @@ class OverlappedUpdater(WholeUpdater):
         """Return what was stale, dropped and waited for on this rank."""
         return self.client.statistics()
 
-    def progress(self) -> str:
-        """Say how stale, how often global, what was dropped and how long was waited."""
-        return str(self.client.statistics())
-
     def finish(self) -> None:
         """End the period that is under way: after a close, all workers have the same parameters."""
         if self.is_server:
