@@ -66,7 +66,7 @@ def test_what_is_found_is_kept_and_recalled_while_it_holds(
     true = Topology.parse(
         "{switch: s, children: [{host: n0, ranks: 2, uplink: 1 Gbit/s}, {host: 'n[1-3]', uplink: 1 Gbit/s}]}"
     )
-    network = EmulatedNetwork(true, noise=0.02, seed=1)
+    network = EmulatedNetwork(true, noise=0.005, seed=1)
     monkeypatch.setattr(discovery, "_measuring", lambda *_: network.measure)
     first, second = on_all(job, folder=tmp_path), on_all(job, folder=tmp_path)
     assert [each.is_recalled for each in (first[0], second[0])] == [False, True]
@@ -75,7 +75,7 @@ def test_what_is_found_is_kept_and_recalled_while_it_holds(
     assert "4 hosts at one switch, about 1 Gbit/s" in str(second[0])
     assert not on_all(job, folder=tmp_path, recalls=False)[0].is_recalled
     slow = Topology.parse(true.to_yaml().replace("1 Gbit/s", "100 Mbit/s"))
-    network = EmulatedNetwork(slow, noise=0.02, seed=1)
+    network = EmulatedNetwork(slow, noise=0.005, seed=1)
     third = on_all(job, folder=tmp_path)[0]
     assert not third.is_recalled
     assert "about 100 Mbit/s" in str(third)
@@ -95,6 +95,28 @@ def test_a_flow_that_does_not_end_leaves_one_switch(
     assert {math.isinf(each.error) for each in all_found} == {True}
     assert not all_found[-1].topology.has_rates
     assert str(all_found[0]).startswith("the network could not be measured, as some flow did not end within 5 s")
+
+
+def test_nothing_is_ordered_before_all_ranks_listen(
+    job: Sequence[Communicator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a rank has listened before, on the same stream, what comes until it listens again is dropped."""
+    opened: list[int] = []
+    ordered_to: list[int] = []
+    open_prober, lead = Prober.open, discovery._lead
+
+    async def opening(prober: Prober) -> None:
+        await open_prober(prober)
+        opened.append(prober._port.rank)
+
+    def leading(*arguments: Any) -> str:
+        ordered_to.append(len(opened))
+        return lead(*arguments)
+
+    monkeypatch.setattr(Prober, "open", opening)
+    monkeypatch.setattr(discovery, "_lead", leading)
+    assert all(math.isfinite(on_all(job)[0].error) for _ in range(2))
+    assert ordered_to == [4, 8]
 
 
 def test_a_round_tells_the_rate_of_each_flow() -> None:

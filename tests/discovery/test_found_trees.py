@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from emulated_networks import EmulatedNetwork, random_racks, shuffled
 
+from syncline.cli.topology import compare
 from syncline.discovery.discovery import find_tree, look_at
 from syncline.discovery.tree_search import build_topology, describe_topology, fair_shares
 from syncline.schedule import Collective, choose, plan_sharded_step, predict, predict_sharded_step
@@ -59,6 +60,13 @@ def test_one_switch_for_all_is_what_it_costs_to_know_nothing() -> None:
     assert step_s(flat, topology) >= 3 * step_s(found_in(topology), topology)
 
 
+@pytest.mark.parametrize("name", SHIPPED)
+def test_what_passes_each_link_is_what_is_found(name: str) -> None:
+    topology = shuffled(Topology.load(name), seed=3)
+    for each in compare(topology, found_in(topology)):
+        assert each.other_bytes_per_s == pytest.approx(each.one_bytes_per_s, rel=0.15)
+
+
 @pytest.mark.parametrize("name", ["two-racks-5-3", "two-sites"])
 def test_racks_and_rates_are_those_that_are_there(name: str) -> None:
     topology = shuffled(Topology.load(name), seed=5)
@@ -89,7 +97,7 @@ def test_racks_are_found_through_much_noise() -> None:
 
 
 def test_random_racks_are_planned_as_if_they_were_known() -> None:
-    """Of 20 random trees: most steps are as fast as with the file, and one is slower than with one switch for all."""
+    """Of 20 random trees: most steps are as fast as with the file, and none is slower than with one switch for all."""
     slower, beside_flat = [], []
     for seed in range(20):
         topology = random_racks(seed)
@@ -98,15 +106,13 @@ def test_random_racks_are_planned_as_if_they_were_known() -> None:
         known_s, found_s, flat_s = (step_s(each, topology) for each in (topology, found, flat))
         slower.append(found_s / known_s)
         beside_flat.append(found_s / flat_s)
-    assert sum(each < 1 for each in beside_flat) >= 19
-    assert max(beside_flat) <= 1.3
+    assert max(beside_flat) < 1
     assert np.median(slower) <= 1.02
-    assert sum(each <= 1.1 for each in slower) >= 17
-    assert max(slower) <= 2.5
+    assert max(slower) <= 1.15
 
 
 def test_rounds_grow_with_hosts_and_not_with_their_pairs() -> None:
-    for num_hosts, most in ((8, 60), (32, 200)):
+    for num_hosts, most in ((8, 30), (32, 100)):
         network = EmulatedNetwork(Topology.flat(num_hosts, rate=125e6), noise=NOISE, seed=1)
         find_tree(num_hosts, network.measure)
         assert network.num_rounds <= most

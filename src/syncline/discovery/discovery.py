@@ -15,9 +15,10 @@ from __future__ import annotations
 import ipaddress
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +27,13 @@ from syncline.discovery.following import changed_rates, crossed_links
 from syncline.discovery.kept import keep, recall
 from syncline.discovery.probe import ROUND_S, Prober
 from syncline.discovery.tree_search import (
+    DOUBT,
     FittedTree,
     Flow,
     Round,
     Set,
     build_topology,
+    children,
     describe_topology,
     fair_shares,
     fit_tree,
@@ -48,19 +51,19 @@ NUM_LOOKS = 4
 """So many rounds show whether a network is as it was."""
 SAME_PART = 1 / 3
 """It is, while most flows differ by less than this part."""
-FLOW_S = (0.06, 0.2)
-"""How long flows send; longer only where the first tree was in doubt: other traffic was there, or hosts were busy."""
-DOUBT = 0.2
-"""A tree is in doubt where flows are off it by more than this part."""
+FLOW_S = (0.035, 0.15)
+"""How long flows send; longer only where the first tree was in doubt."""
+AGAIN_S = (0.06, 0.2)
+"""While a job trains, flows of pairs send so long, and flows that fill links: what is a third off is to be seen."""
 DISCOVERY_S = 240.0
 """The others wait for rank 0 so long; every round has a deadline, and most take a tenth of a second."""
 MARGIN_S = 5.0
 _SIZE_BYTES = 8
 Measure = Callable[[Sequence[Flow]], Round]
-MOST_STARS = 8
-"""So many hosts, or fewer, also speak with all others at once."""
 FEW = 3
-"""A host near so few others is measured with them again: what a host can do shows in two rounds or not at all."""
+"""A host speaks with two others of its switch at once, where this many are there."""
+MOST_STARS = 8
+"""So many hosts, or fewer, whose switch has fewer speak with all others at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +104,8 @@ def discover_network(communicator: Communicator, *, folder: Path | None = None, 
     flat = communicator.topology
     leaders = [host.ranks[0].rank for host in flat.hosts]
     port = communicator.open_port("discovery of the network")
-    prober = Prober(port, leaders, stream=communicator.user_stream + 1)
+    prober = _open_prober(communicator, port, leaders, stream=communicator.user_stream + 1)
     began_s = time.monotonic()
-    if communicator.rank in leaders:
-        port.run(prober.open(), MARGIN_S)
     text = b""
     if communicator.rank == 0:
         measuring = partial(_measuring, port, prober)
@@ -120,6 +121,15 @@ def discover_network(communicator: Communicator, *, folder: Path | None = None, 
         is_recalled=bool(is_recalled),
         kept=kept,
     )
+
+
+def _open_prober(communicator: Communicator, port: Port, leaders: Sequence[int], *, stream: int) -> Prober:
+    """Return this rank's prober when all ranks heed orders: where one listened before, none is kept until it does."""
+    prober = Prober(port, leaders, stream=stream)
+    if communicator.rank in leaders:
+        port.run(prober.open(), MARGIN_S)
+    communicator.barrier().wait()
+    return prober
 
 
 def _measuring(port: Port, prober: Prober, flow_s: float) -> Measure:
@@ -148,20 +158,40 @@ def _lead(flat: Topology, measuring: Callable[[float], Measure], known: Topology
 
 
 def find_tree(num_hosts: int, measure: Measure) -> FittedTree:
-    """Measure until there is nothing new to look at, and return the tree."""
-    rounds = [measure(flows) for flows in _first_rounds(num_hosts)]
-    looked_at: set[Set] = set()
+    """Measure until there is nothing new to look at, then again what the tree rests on, and what is off it."""
+    pairs = list(_rounds_of_pairs(num_hosts))
+    rounds = [measure(flows) for flows in (*pairs, *pairs[:: max(1, len(pairs) // NUM_LOOKS)])]  # some twice: the noise
+    switches: tuple[Set, ...] = ()
+    looked_across: set[Set] = set()
+    looked_inside: set[Set] = set()
     for _ in range(NUM_PASSES):
-        tree = fit_tree(num_hosts, rounds)
-        sides = {_side(each, num_hosts) for each in (*tree.switches, *likely_sets(num_hosts, rounds))}
-        new = sorted((side for side in sides - looked_at if len(side) > 1), key=sorted)
-        if not new:
-            return tree
-        looked_at |= set(new)
-        across = list(_rounds_across(num_hosts, new))
-        inside = _rounds_inside([each for each in tree.switches if not any(other < each for other in tree.switches)])
-        rounds += [measure(flows) for flows in (*across, *inside, *across)]  # twice: one may be disturbed
-    return fit_tree(num_hosts, rounds)
+        switches = fit_tree(num_hosts, rounds, known=switches).switches
+        sides = {_side(each, num_hosts) for each in (*switches, *likely_sets(num_hosts, rounds))}
+        across = {side for side in sides - looked_across if len(side) > 1}
+        inside = _groups(num_hosts, switches) - looked_inside
+        if not across | inside:
+            break
+        looked_across |= across
+        looked_inside |= inside
+        new = (*_rounds_across(num_hosts, _ordered(across)), *_rounds_inside(num_hosts, _ordered(inside)))
+        rounds += map(measure, new)
+    rounds += map(measure, _rounds_across(num_hosts, switches))
+    tree = fit_tree(num_hosts, rounds, known=switches)
+    if not tree.doubtful:
+        return tree
+    rounds = [each for each in rounds if each.flows not in tree.doubtful] + list(map(measure, tree.doubtful))
+    return fit_tree(num_hosts, rounds, known=tree.switches)
+
+
+def _groups(num_hosts: int, switches: Sequence[Set]) -> set[Set]:
+    """Return the hosts right below each switch."""
+    nodes = (children(num_hosts, switches, above) for above in (frozenset(range(num_hosts)), *switches))
+    groups = (frozenset(host for node in each if len(node) == 1 for host in node) for each in nodes)
+    return {group for group in groups if group}
+
+
+def _ordered(sets: Iterable[Set]) -> list[Set]:
+    return sorted(sets, key=sorted)
 
 
 def measure_again(port: Port, communicator: Communicator, *, stream: int) -> Topology:
@@ -171,12 +201,10 @@ def measure_again(port: Port, communicator: Communicator, *, stream: int) -> Top
     """
     known = communicator.topology
     leaders = sorted(host.ranks[0].rank for host in known.hosts)
-    prober = Prober(port, leaders, stream=stream)
-    if communicator.rank in leaders:
-        port.run(prober.open(), MARGIN_S)
+    prober = _open_prober(communicator, port, leaders, stream=stream)
     text = b""
     if communicator.rank == 0:
-        parts = zip(FLOW_S, flows_of_links(known, leaders), strict=True)
+        parts = zip(AGAIN_S, flows_of_links(known, leaders), strict=True)
         try:
             rounds = [_measuring(port, prober, flow_s)(each) for flow_s, flows in parts for each in flows]
             text = changed_rates(known, leaders, rounds).to_yaml().encode()
@@ -191,7 +219,7 @@ def look_at(known: Topology, measure: Measure) -> float:
     """Measure a few rounds; return by how much, as a part, one of four flows is off ``known``, or more."""
     num_hosts = len(known.hosts)
     firsts = sorted(host.ranks[0].rank for host in known.hosts)
-    looks = list(_first_rounds(num_hosts))
+    looks = list(_rounds_of_pairs(num_hosts))
     looks = looks[:: max(1, len(looks) // NUM_LOOKS)][:NUM_LOOKS]
     looks += list(_rounds_across(num_hosts, _switches(known, firsts)[:NUM_LOOKS]))
     off = [
@@ -204,10 +232,8 @@ def look_at(known: Topology, measure: Measure) -> float:
 
 def flows_of_links(known: Topology, ranks: Sequence[int]) -> tuple[list[tuple[Flow, ...]], list[tuple[Flow, ...]]]:
     """Return rounds of all pairs, and rounds that fill the links between switches, twice; ``ranks[k]`` is of host k."""
-    there = list(_tournament(len(ranks)))
-    pairs = [*there, *(tuple((target, source) for source, target in flows) for flows in there)]
     across = list(_rounds_across(len(ranks), _switches(known, ranks)))
-    return pairs, [*across, *across]
+    return list(_rounds_of_pairs(len(ranks))), [*across, *across]
 
 
 def _switches(known: Topology, ranks: Sequence[int]) -> list[Set]:
@@ -242,16 +268,14 @@ def broadcast_bytes(communicator: Communicator, payload: bytes) -> bytes:
     return bytes(content)
 
 
-def _first_rounds(num_hosts: int) -> Iterator[tuple[Flow, ...]]:
-    """Yield what is measured before anything is known."""
-    for pairs in _tournament(num_hosts):
-        yield pairs
-        yield tuple((target, source) for source, target in pairs)
-    if 2 < num_hosts <= MOST_STARS:
-        for host in range(num_hosts):
-            others = [other for other in range(num_hosts) if other != host]
-            yield tuple((host, other) for other in others)
-            yield tuple((other, host) for other in others)
+def _both_ways(rounds: Iterable[tuple[Flow, ...]]) -> Iterator[tuple[Flow, ...]]:
+    for flows in rounds:
+        yield flows
+        yield tuple((target, source) for source, target in flows)
+
+
+def _rounds_of_pairs(num_hosts: int) -> Iterator[tuple[Flow, ...]]:
+    return _both_ways(_tournament(num_hosts))
 
 
 def _tournament(num_hosts: int) -> Iterator[tuple[Flow, ...]]:
@@ -272,23 +296,33 @@ def _tournament(num_hosts: int) -> Iterator[tuple[Flow, ...]]:
 
 def _rounds_across(num_hosts: int, switches: Sequence[Set]) -> Iterator[tuple[Flow, ...]]:
     """Yield two rounds for each switch: all below it to others, and back; who has no partner of its own shares one."""
-    for switch in switches:
-        inside = sorted(switch)
-        outside = sorted(set(range(num_hosts)) - switch)
+
+    def across(inside: Sequence[int], outside: Sequence[int]) -> tuple[Flow, ...]:
         longest = max(len(inside), len(outside))
-        pairs = tuple((inside[k % len(inside)], outside[k % len(outside)]) for k in range(longest))
-        yield pairs
-        yield tuple((target, source) for source, target in pairs)
+        return tuple((inside[k % len(inside)], outside[k % len(outside)]) for k in range(longest))
+
+    everyone = frozenset(range(num_hosts))
+    return _both_ways(across(sorted(switch), sorted(everyone - switch)) for switch in switches)
 
 
-def _rounds_inside(nodes: Sequence[Set]) -> Iterator[tuple[Flow, ...]]:
-    """Yield rounds of the pairs inside sets of few hosts, which have none in common; all sets at once."""
-    of_sets = [
-        [tuple((members[first], members[second]) for first, second in pairs) for pairs in _tournament(len(members))]
-        for node in nodes
-        if 1 < len(node) <= FEW and (members := sorted(node))
-    ]
-    for number in range(max(map(len, of_sets), default=0)):
-        flows = tuple(flow for rounds in of_sets for pairs in rounds[number : number + 1] for flow in pairs)
-        yield flows
-        yield tuple((target, source) for source, target in flows)
+def _rounds_inside(num_hosts: int, groups: Sequence[Set]) -> Iterator[tuple[Flow, ...]]:
+    """Yield rounds in which each host speaks with two others of its group at once, all groups together.
+
+    So what it can do shows beyond what one other can. A host that has not two beside it speaks with all there are.
+    """
+    parts = [_forks(sorted(group)) for group in groups if len(group) > 1]
+    outward = [tuple(chain(*flows)) for flows in zip_longest(*parts, fillvalue=())]
+    few = [host for group in groups if len(group) < FEW for host in group]
+    if len(few) <= MOST_STARS:
+        outward += [tuple((host, other) for other in range(num_hosts) if other != host) for host in few]
+    return _both_ways(outward)
+
+
+def _forks(hosts: Sequence[int]) -> Iterator[tuple[Flow, ...]]:
+    """Yield rounds of flows from each of these hosts once to two others, from as many at once as share none."""
+    at_once = max(1, len(hosts) // FEW)
+    num_rounds = math.ceil(len(hosts) / at_once)
+    for number in range(num_rounds):
+        sources = hosts[number::num_rounds]
+        others = [host for host in hosts if host not in sources]
+        yield tuple((source, other) for k, source in enumerate(sources) for other in others[2 * k : 2 * k + 2])

@@ -1,9 +1,9 @@
 """The probe: one rank of each host sends to others at once, as rank 0 orders, and tells how much arrived.
 
-A flow lasts as long as is ordered. Its messages grow, so that a slow link has many and a fast one is not held up by
-their number; the receiver answers each, and so much only is under way as has arrived before, so that hardly anything
-waits in queues when the time is over. What counts is what landed after the first third of the time, when the
-connection has its pace.
+A flow lasts as long as is ordered, and on a slow link until some messages have gone. They grow, so that a slow link has
+many and a fast one is not held up by their number; the receiver answers each, and hardly a third of what has arrived
+before is under way, so that hardly anything waits in queues when the time is over: nothing else can be measured before
+that is gone. What counts is what landed after the first third of the time, when the connection has its pace.
 """
 
 from __future__ import annotations
@@ -23,8 +23,13 @@ from syncline.runtime.port import Port
 ROUND_S = 5.0
 """After so long without an end a round has failed: whoever is slower than a few kilobytes a second is not measured."""
 FIRST_BYTES, LAST_BYTES = 4 << 10, 1 << 20
-NUM_OF_A_SIZE = 4
-"""So many messages have one size before the next is twice as large, and as many may be under way."""
+NUM_OF_A_SIZE = 8
+"""So many messages have one size before the next is twice as large."""
+NUM_UNDER_WAY = 3
+NUM_LEAST = 8
+"""So many are sent even if it is late: of fewer, too much is what a link lets pass at once after a pause."""
+LATE = 4.0
+"""But not after so many times what was ordered."""
 MOST_MESSAGES = 1 << 13
 WARM_PART = 0.3
 URGENCY = 0
@@ -34,6 +39,7 @@ URGENCY = 0
 class _Sending:
     peer: int
     end_s: float
+    latest_s: float
     num_sent: int = 0
     num_landed: int = 0
 
@@ -99,7 +105,9 @@ class Prober:
                     self._receiving[number, source] = _Receiving(begin_s=begin_s, end_s=end_s)
                     self._post(number, source)
                 for target in targets:
-                    self._sending[number, target] = _Sending(peer=self._ranks[target], end_s=end_s)
+                    self._sending[number, target] = _Sending(
+                        peer=self._ranks[target], end_s=end_s, latest_s=begin_s + LATE * flow_s
+                    )
                     self._send(number, target)
             case {"landed": int(number)}:
                 if (number, place) in self._sending:
@@ -117,8 +125,9 @@ class Prober:
     def _send(self, number: int, target: int) -> None:
         """Send as much as may be under way; say how many messages it were when the time is over."""
         flow = self._sending[number, target]
-        while flow.num_sent - flow.num_landed < NUM_OF_A_SIZE:
-            if self._now_s() >= flow.end_s or flow.num_sent == MOST_MESSAGES:
+        while flow.num_sent - flow.num_landed < NUM_UNDER_WAY:
+            end_s = flow.latest_s if flow.num_sent < NUM_LEAST else flow.end_s
+            if self._now_s() >= end_s or flow.num_sent == MOST_MESSAGES:
                 del self._sending[number, target]
                 self._tell(target, {"sent": flow.num_sent, "in": number})
                 return
@@ -129,7 +138,7 @@ class Prober:
     def _post(self, number: int, source: int) -> None:
         """Be ready for the messages that may be under way."""
         flow = self._receiving[number, source]
-        while flow.posted - len(flow.landed) < NUM_OF_A_SIZE and flow.expected is None:
+        while flow.posted - len(flow.landed) < NUM_UNDER_WAY and flow.expected is None:
             destination = self._lump[: _size(flow.posted)]  # nobody reads it
             tag = self._tag(number, flow.posted)
             flow.posted += 1
@@ -177,9 +186,7 @@ def _rate(flow: _Receiving) -> float:
     """
     times_s = [flow.begin_s, *(landed_s for landed_s, _ in flow.landed)]
     sums = [0, *accumulate(size for _, size in flow.landed)]
-    begin_s = flow.begin_s + WARM_PART * (flow.end_s - flow.begin_s)
-    end_s = min(flow.end_s, times_s[-1])
-    if end_s <= begin_s:
-        begin_s, end_s = times_s[0], times_s[-1]
+    end_s = min(max(flow.end_s, *times_s[: NUM_LEAST + 1]), times_s[-1])
+    begin_s = flow.begin_s + WARM_PART * (end_s - flow.begin_s)
     first, last = np.interp((begin_s, end_s), times_s, sums)
     return float(last - first) / max(end_s - begin_s, 1e-6)

@@ -19,7 +19,6 @@ import math
 import string
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 
 import numpy as np
 
@@ -36,6 +35,8 @@ CALM = 2.0
 """From so many times the noise on, errors count linearly: something else may have been in a flow's way."""
 SWITCH_COST = 8.0
 """A switch must explain so much more, in squared errors over squared noise, than a tree without it."""
+APART = 0.85
+"""Hosts may be below a switch of their own if the next ones are only so near, as a part, or less."""
 MOST_NEAR = 4
 """A node may be joined with so many of those that are nearest to it."""
 _MOST_OF_TWO = 1.645 * math.sqrt(2)
@@ -43,6 +44,10 @@ _MOST_OF_TWO = 1.645 * math.sqrt(2)
 _FULL = 0.85
 """A link was full in the rounds in which it carried at least this part of the most that it ever did."""
 _LEAST = 1e-9
+DOUBT = 0.2
+"""A tree or a round is in doubt where flows are off by more than this part: other traffic was there, or hosts busy."""
+MANY = 3
+"""One flow of so many may be timed wrongly, and their sum is hardly off."""
 ALIKE = 1.25
 """Rates that differ by less are told as one."""
 
@@ -64,29 +69,32 @@ class FittedTree:
     up: dict[Set, float]
     down: dict[Set, float]
     error: float
-    """The mean by which a flow is off its prediction, as a part of it."""
+    """The mean by which flows that share what limits them are off their prediction together, as a part of it."""
+    doubtful: tuple[tuple[Flow, ...], ...]
+    """Rounds in which that is more than DOUBT."""
 
 
-def fit_tree(num_hosts: int, rounds: Sequence[Round]) -> FittedTree:
+def fit_tree(num_hosts: int, rounds: Sequence[Round], *, known: Iterable[Set] = ()) -> FittedTree:
     """Return the tree that explains ``rounds`` best; every host is in one of them at least.
 
+    ``known`` are the switches of a tree that explained some of them; without, the search begins with likely ones.
     Where the same flows were measured more than once, how far they differ is the noise that a tree need not explain.
     """
     noise = noise_of(rounds)
     rounds = _plausible(num_hosts, _together(rounds))
     evidence = _Evidence(num_hosts, rounds, noise)
     near = _nearness(num_hosts, rounds)
-    hints = list(_hints(near))
-    best: frozenset[Set] = frozenset()
-    best_score = evidence.score(best)
+    hints = [hint for hint, _ in _hints(near)]
+
+    best = frozenset(known)
+    for hint in reversed(hints):  # each once, the widest first, is most of the way, for little
+        best = min([best, *_with_hints(best, [hint])], key=evidence.score)
     while True:
-        candidates = {candidate for candidate in _neighbours(near, best) if candidate != best}
-        candidates |= {best | {hint} for hint in hints if all(_is_laminar(hint, switch) for switch in best)} - {best}
+        candidates = {*_with_hints(best, hints), *_neighbours(near, best)} - {best}
         scored = [(evidence.score(candidate), _order(candidate)) for candidate in candidates]
-        if not scored or min(scored)[0] >= best_score - _LEAST:
+        if not scored or min(scored)[0] >= evidence.score(best) - _LEAST:
             return evidence.describe(best)
-        best_score, order = min(scored)
-        best = frozenset(map(frozenset, order))
+        best = frozenset(map(frozenset, min(scored)[1]))
 
 
 def noise_of(rounds: Sequence[Round]) -> float:
@@ -113,56 +121,77 @@ def _together(rounds: Sequence[Round]) -> list[Round]:
 
 
 class _Evidence:
-    """The rounds as arrays: (round, flow), padded with flows of no host."""
+    """The rounds as arrays: (round, flow), padded with flows of no host.
+
+    Hosts' links are the same in every tree: most carry one flow of a round, which is a cap on that flow, and only those
+    that carry more are shared as switches' links are.
+    """
 
     def __init__(self, num_hosts: int, rounds: Sequence[Round], noise: float) -> None:
-        self._num_hosts = num_hosts
         shape = (len(rounds), max(len(each.flows) for each in rounds))
-        self._sources, self._targets = np.zeros(shape, int), np.zeros(shape, int)
+        self._num_hosts, self._noise = num_hosts, noise
+        self._flows = [each.flows for each in rounds]
+        self._sources, self._targets = np.full(shape, num_hosts), np.full(shape, num_hosts)
         self._rates, self._is_real = np.zeros(shape), np.zeros(shape, bool)
         for number, each in enumerate(rounds):
             count = len(each.flows)
             self._sources[number, :count], self._targets[number, :count] = np.array(each.flows).T
             self._rates[number, :count] = each.rates
             self._is_real[number, :count] = True
-        self._noise = noise
         self._scores: dict[frozenset[Set], float] = {}
+        crosses, self._host_rates = self._links([frozenset((host,)) for host in range(num_hosts)])
+        is_shared = np.asarray(crosses.sum(axis=1) > 1)
+        most = is_shared.sum(axis=1).max()
+        places = np.argsort(~is_shared, axis=1, kind="stable")[:, :most]  # of each round's shared links
+        self._caps = np.where(crosses & ~is_shared[:, None, :], self._host_rates, np.inf).min(axis=2)
+        self._shared = np.take_along_axis(crosses & is_shared[:, None, :], places[:, None, :], axis=2)
+        self._shared_rates = self._host_rates[places]
 
     def score(self, switches: frozenset[Set]) -> float:
         """Return how badly these switches explain what was measured; less is better."""
         if switches not in self._scores:
-            predicted, _ = self._predict(_nodes(self._num_hosts, switches))
-            self._scores[switches] = float(np.sum(huber_losses(self._errors(predicted)))) + SWITCH_COST * len(switches)
+            predicted, _ = self._predict(sorted(switches, key=sorted))
+            off = np.abs(np.log(np.maximum(predicted, _LEAST) / np.maximum(self._rates, _LEAST))) / self._noise
+            losses = huber_losses(off[self._is_real])
+            self._scores[switches] = float(np.sum(losses)) + SWITCH_COST * len(switches)
         return self._scores[switches]
 
     def describe(self, switches: frozenset[Set]) -> FittedTree:
         """Return the tree with its rates."""
         nodes = _nodes(self._num_hosts, switches)
-        predicted, rates = self._predict(nodes)
-        ups, downs = np.split(rates, 2)
+        predicted, rates = self._predict(nodes[self._num_hosts :])
+        off, numbers = self._off(predicted)
+        of_rounds = np.bincount(numbers, off) / np.bincount(numbers)
+        both = zip(np.split(self._host_rates, 2), np.split(rates, 2), strict=True)
+        up, down = (dict(zip(nodes, np.concatenate(each).tolist(), strict=True)) for each in both)
         return FittedTree(
             num_hosts=self._num_hosts,
             switches=tuple(sorted(switches, key=lambda each: (-len(each), sorted(each)))),
-            up=dict(zip(nodes, map(float, ups), strict=True)),
-            down=dict(zip(nodes, map(float, downs), strict=True)),
-            error=float(np.mean(self._errors(predicted)[self._is_real])) * self._noise,
+            up=up,
+            down=down,
+            error=float(np.mean(off)),
+            doubtful=tuple(self._flows[number] for number in np.flatnonzero(of_rounds > DOUBT)),
         )
 
-    def _errors(self, predicted: np.ndarray) -> np.ndarray:
-        """Return by how many times the noise each flow is off."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            off = np.abs(np.log(np.maximum(predicted, _LEAST) / np.maximum(self._rates, _LEAST))) / self._noise
-        return np.where(self._is_real, off, 0.0)
+    def _off(self, predicted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return by how much what is limited by one link is off, and in which round: TCP divides a link unevenly."""
+        places = np.nonzero(self._is_real)
+        limited, numbers = np.unique(np.stack([places[0], predicted[places]]), axis=1, return_inverse=True)
+        measured, expected = (np.bincount(numbers.ravel(), each[places]) for each in (self._rates, predicted))
+        return np.abs(np.log(np.maximum(measured, _LEAST) / np.maximum(expected, _LEAST))), limited[0].astype(int)
 
-    def _predict(self, nodes: Sequence[Set]) -> tuple[np.ndarray, np.ndarray]:
-        """Return each flow's fair share, and the rates of the nodes' links, up and then down."""
-        below = np.array([[host in node for node in nodes] for host in range(self._num_hosts)])
+    def _predict(self, switches: Sequence[Set]) -> tuple[np.ndarray, np.ndarray]:
+        """Return each flow's fair share, and the rates of the switches' links, up and then down."""
+        crosses, rates = self._links(switches)
+        every_rate = np.concatenate([self._shared_rates, np.tile(rates, (len(crosses), 1))], axis=1)
+        return fair_shares(np.concatenate([self._shared, crosses], axis=2), every_rate, self._caps), rates
+
+    def _links(self, nodes: Sequence[Set]) -> tuple[np.ndarray, np.ndarray]:
+        """Return which of the nodes' links, up and then down, each flow crosses, and the rates of these links."""
+        below = np.array([[host in node for node in nodes] for host in range(self._num_hosts + 1)], bool)
         from_below, to_below = below[self._sources], below[self._targets]
         crosses = np.concatenate([from_below & ~to_below, to_below & ~from_below], axis=2)
-        crosses &= self._is_real[:, :, None]
-        carried = np.einsum("rf,rfk->rk", self._rates, crosses, optimize=True)
-        rates = _rates_of(carried)
-        return fair_shares(crosses, rates), rates
+        return crosses, _rates_of(np.asarray((self._rates[:, None, :] @ crosses)[:, 0]))
 
 
 def huber_losses(errors: np.ndarray) -> np.ndarray:
@@ -180,15 +209,16 @@ def _rates_of(carried: np.ndarray) -> np.ndarray:
 def _plausible(num_hosts: int, rounds: Sequence[Round]) -> list[Round]:
     """Return the rounds with no flow faster than its hosts: one in many is timed wrongly, and looks like a wide link.
 
-    A host sends or receives as much as in its second best round.
+    A host sends or receives as much as in its second best round, where a round with many flows counts twice.
     """
-    totals = np.zeros((2, len(rounds), num_hosts))
+    totals, counts = np.zeros((2, len(rounds), num_hosts)), np.zeros((2, len(rounds), num_hosts))
     for number, each in enumerate(rounds):
-        for (source, target), rate in zip(each.flows, each.rates, strict=True):
-            totals[0, number, source] += rate
-            totals[1, number, target] += rate
+        for hosts, rate in zip(each.flows, each.rates, strict=True):
+            totals[(0, 1), number, hosts] += rate
+            counts[(0, 1), number, hosts] += 1
+    totals = np.concatenate([totals, np.where(counts >= MANY, totals, 0.0)], axis=1)
     ordered = -np.sort(-totals, axis=1)
-    most = ordered[:, min(1, len(rounds) - 1)]
+    most = ordered[:, 1]
     most = np.where(most > 0, most, ordered[:, 0])
     return [
         Round(
@@ -202,24 +232,26 @@ def _plausible(num_hosts: int, rounds: Sequence[Round]) -> list[Round]:
     ]
 
 
-def fair_shares(crosses: np.ndarray, rates: np.ndarray) -> np.ndarray:
+def fair_shares(crosses: np.ndarray, rates: np.ndarray, caps: np.ndarray | float = np.inf) -> np.ndarray:
     """Return the max-min fair rate of every flow of every round.
 
     ``crosses`` says which links (last axis) each flow (second axis) of each round (first axis) crosses; flows of one
-    round share them. A flow that crosses none has the rate 0, one that nothing limits an infinite one.
+    round share them. ``rates`` are the links', or each round's, and ``caps`` what flows have at most. A flow that
+    crosses none and has no cap has the rate 0, one that nothing limits an infinite one.
     """
+    caps = np.broadcast_to(caps, crosses.shape[:2])
     shares = np.zeros(crosses.shape[:2])
-    is_open = np.asarray(crosses.any(axis=2))
-    left = np.broadcast_to(rates, (crosses.shape[0], rates.size)).astype(float)
+    is_open = crosses.any(axis=2) | np.isfinite(caps)
+    left = np.broadcast_to(rates, (crosses.shape[0], crosses.shape[2])).astype(float)
     while is_open.any():
         uses: np.ndarray = crosses & is_open[:, :, None]
         num_open = uses.sum(axis=1)
         with np.errstate(divide="ignore", invalid="ignore"):
             share = np.where(num_open > 0, np.maximum(left, 0.0) / num_open, np.inf)
-        own = np.where(uses, share[:, None, :], np.inf).min(axis=2)  # by each flow's narrowest link
+        own = np.minimum(np.where(uses, share[:, None, :], np.inf).min(axis=2, initial=np.inf), caps)
         narrowest = np.where(uses, own[:, :, None], np.inf).min(axis=1)  # of all flows of a link
         is_full = (num_open > 0) & (narrowest >= share * (1 - _LEAST))  # nothing else holds its flows back
-        ends = (uses & np.asarray(is_full)[:, None, :]).any(axis=2)
+        ends = is_open & ((uses & np.asarray(is_full)[:, None, :]).any(axis=2) | (own >= caps))
         shares = np.where(ends, own, shares)
         moved = np.where(ends & np.isfinite(own), own, 0.0)
         left = left - np.where(uses, moved[:, :, None], 0.0).sum(axis=1)
@@ -238,7 +270,7 @@ def children(num_hosts: int, switches: Iterable[Set], above: Set) -> list[Set]:
 
 
 def _nearness(num_hosts: int, rounds: Sequence[Round]) -> np.ndarray:
-    """Return for each pair how fast its slower flow was, beside what both can do, when all others spoke too."""
+    """Return for each pair how fast its flows were, beside what both can do, when all others spoke too."""
     pairs = np.full((num_hosts, num_hosts), np.inf)
     for each in rounds:
         if len({host for flow in each.flows for host in flow}) == 2 * len(each.flows):  # each host in one flow
@@ -247,29 +279,45 @@ def _nearness(num_hosts: int, rounds: Sequence[Round]) -> np.ndarray:
     most = np.where(np.isinf(pairs), 0.0, pairs)
     able = np.minimum(most.max(axis=1)[:, None], most.max(axis=0)[None, :])
     part = pairs / able
-    return np.asarray(np.minimum(part, part.T))
+    np.fill_diagonal(part, 0.0)
+    return np.asarray(np.sqrt(part * part.T))
 
 
-def _between(near: np.ndarray, first: Set, second: Set) -> float:
-    return float(near[np.ix_(sorted(first), sorted(second))].mean())
+def _between(near: np.ndarray, nodes: Sequence[Set]) -> np.ndarray:
+    """Return how near each two of these are: the mean of their hosts; none is near itself."""
+    below = np.array([[host in node for host in range(len(near))] for node in nodes], float)
+    sizes = below.sum(axis=1)
+    means = np.asarray(below @ near @ below.T / np.outer(sizes, sizes))
+    np.fill_diagonal(means, -1.0)
+    return means
 
 
 def likely_sets(num_hosts: int, rounds: Sequence[Round]) -> list[Set]:
     """Return sets of hosts that may be below a switch, whether or not a tree of them explains more: look there."""
-    return list(_hints(_nearness(num_hosts, rounds)))
+    return [hosts for hosts, part in _hints(_nearness(num_hosts, rounds)) if part < APART]
 
 
-def _hints(near: np.ndarray) -> Iterator[Set]:
-    """Yield sets of hosts that are nearer to each other than to others: every step of joining the nearest two sets."""
+def _hints(near: np.ndarray) -> Iterator[tuple[Set, float]]:
+    """Yield sets of hosts that are nearer to each other than to others: every step of joining the nearest two sets.
+
+    With each: how near the nearest other set is, as a part of how near these two are.
+    """
     groups: list[Set] = [frozenset((host,)) for host in range(len(near))]
+    means = _between(near, groups)
     while len(groups) > 2:
-        first, second = max(combinations(groups, 2), key=lambda both: (_between(near, *both), -min(both[0])))
-        groups = [group for group in groups if group not in (first, second)] + [first | second]
-        yield first | second
+        first, second = sorted(map(int, np.unravel_index(means.argmax(), means.shape)))
+        within = means[first, second]
+        groups[first] |= groups.pop(second)
+        means = _between(near, groups)
+        yield groups[first], float(means[first].max() / within)
 
 
 def _is_laminar(first: Set, second: Set) -> bool:
     return first <= second or second <= first or not first & second
+
+
+def _with_hints(switches: frozenset[Set], hints: Sequence[Set]) -> list[frozenset[Set]]:
+    return [switches | {hint} for hint in hints if all(_is_laminar(hint, switch) for switch in switches)]
 
 
 def _neighbours(near: np.ndarray, switches: frozenset[Set]) -> Iterator[frozenset[Set]]:
@@ -288,9 +336,9 @@ def _neighbours(near: np.ndarray, switches: frozenset[Set]) -> Iterator[frozense
 
 
 def _nearest_pairs(near: np.ndarray, nodes: Sequence[Set]) -> Iterator[tuple[Set, Set]]:
-    for node in nodes:
-        others = sorted((other for other in nodes if other != node), key=lambda other: -_between(near, node, other))
-        yield from ((node, other) for other in others[:MOST_NEAR])
+    for node, means in zip(nodes, _between(near, nodes), strict=True):
+        nearest = np.argsort(-means, kind="stable")[:MOST_NEAR].tolist()
+        yield from ((node, nodes[other]) for other in nearest if nodes[other] != node)
 
 
 def _joined(switches: frozenset[Set], first: Set, second: Set) -> Iterator[frozenset[Set]]:
