@@ -40,8 +40,7 @@ bool answer(Inboxes& self, int peer, uint64_t number, size_t num_bytes) {
 std::optional<std::tuple<uint64_t, int64_t, uint64_t, size_t, uint64_t>> first(Inboxes& self, int peer) {
     const auto found = self.first(peer);
     if (!found) return std::nullopt;
-    return std::make_tuple(static_cast<uint64_t>(found->kind), found->tag, found->number, found->num_bytes,
-                           found->address);
+    return std::make_tuple(found->kind, found->tag, found->number, found->num_bytes, found->address);
 }
 
 bool read(Inboxes& self, int peer, uint64_t address, const py::buffer& into) {
@@ -94,7 +93,8 @@ void bind_segment(py::module_& module) {
         .def("offer", &offer, "peer"_a, "tag"_a, "number"_a, "message"_a)
         .def("answer", &answer, "peer"_a, "number"_a, "num_bytes"_a)
         .def("take", &take, "peer"_a, "into"_a)
-        .def("skip", [](Inboxes& self, int peer) { self.take(peer, nullptr, 0); }, "peer"_a)
+        .def(
+            "skip", [](Inboxes& self, int peer) { self.take(peer, nullptr, 0); }, "peer"_a)
         .def("read", &read, "peer"_a, "address"_a, "into"_a)
         .def("withdraw", &Inboxes::withdraw)
         .def("be_called", &Inboxes::be_called, "is_so"_a)

@@ -27,9 +27,9 @@ namespace syncline {
 
 class Inboxes {
    public:
-    enum Kind : uint64_t { MESSAGE, OFFER, TAKEN };
+    enum Kind : uint8_t { MESSAGE, OFFER, TAKEN };
     struct Head {
-        Kind kind;
+        uint64_t kind;  // a Kind, where it is one
         int64_t tag;
         uint64_t number;
         size_t num_bytes;
