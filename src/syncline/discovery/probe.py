@@ -26,9 +26,9 @@ FIRST_BYTES, LAST_BYTES = 4 << 10, 1 << 20
 NUM_OF_A_SIZE = 8
 """So many messages have one size before the next is twice as large."""
 NUM_UNDER_WAY = 3
-NUM_LEAST = 22
+NUM_LEAST = 30
 """So many are sent even if it is late: of fewer, too much is what a link lets pass at once after a pause."""
-LATE = 2.0
+LATE = 4.0
 """But not after so many times what was ordered."""
 MOST_MESSAGES = 1 << 13
 WARM_PART = 0.3
