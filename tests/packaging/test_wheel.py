@@ -72,7 +72,7 @@ def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = run(sys.executable, "-c", HOOK.format("build_sdist", str(folder)), folder=tree)
     assert made.returncode == 0, made.stdout
     with tarfile.open(next(folder.glob("syncline-*.tar.gz"))) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # from 3.11.4 on
     (unpacked,) = (path for path in folder.iterdir() if path.is_dir())
     built = unpacked / f"build/lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}/syncline/fabric"
     built.mkdir(parents=True)

@@ -32,8 +32,8 @@ from soak_saving import MOST_TEXT, Saver
 from soak_training import Gauge, batch_of, loss_of, make_model, make_optimizer
 
 import syncline
-from syncline.pytorch import connecting
 from syncline.pytorch.optimizer import DistributedOptimizer
+from syncline.runtime import communicator
 
 BUCKET_BYTES = 64 << 10
 FEW_FILES = 24
@@ -218,8 +218,8 @@ class ProxiedStore:
 
 def stand_behind(proxy: dict[str, Any]) -> None:
     """Let the other ranks connect to the proxy in place of this process."""
-    meet = connecting.Rendezvous
-    connecting.Rendezvous = lambda store, **named: meet(ProxiedStore(store, proxy), **named)
+    meet = communicator.Rendezvous
+    communicator.Rendezvous = lambda store, **named: meet(ProxiedStore(store, proxy), **named)
 
 
 def main(config: dict[str, Any]) -> None:

@@ -36,7 +36,6 @@ from syncline.schedule import with_gateways_chosen
 from syncline.topology import Topology
 from syncline.variables import FLIGHT, REPORT, process_variables
 
-"""The fabric keeps its own deadlines; this is for a loop that does not answer."""
 LOOPBACK = "127.0.0.1"
 NO_PORT = 1
 """A meeting wants a port of each rank; in this one nobody listens yet."""
