@@ -12,6 +12,7 @@ import faulthandler
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -23,6 +24,8 @@ from weakref import WeakKeyDictionary
 
 from syncline.runtime.call import Call, CollectiveCall
 
+READS_ALL_THREADS = sys.version_info >= (3, 11, 7)
+"""Python 3.11.2 crashes once in a while when a signal asks for the stacks of all threads; 3.11.7 was not seen to."""
 MOST_CALLS = 2000
 VERSION = "2.10"
 """Of torch's form."""
@@ -175,7 +178,7 @@ class FlightRecorder:
         if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
             signal.signal(signal.SIGUSR1, _write_all)
             with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error may be no file
-                faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
+                faulthandler.register(signal.SIGUSR1, all_threads=READS_ALL_THREADS, chain=True)
 
 
 _WRITTEN: WeakKeyDictionary[FlightRecorder, tuple[Path, int]] = WeakKeyDictionary()
