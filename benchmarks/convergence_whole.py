@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncline
 from syncline.bench.convergence import METHODS, REFERENCE, Learning, Method, find_network, load_trainings
-from syncline.bench.ranks.learning import TASKS, LearningTask, _rule
+from syncline.bench.ranks.learning import TASKS, LearningTask, make_rule
 from syncline.cli.convergence import StepPredictor
 from syncline.cli.launcher.scratch import shared_secret
 from syncline.lab import operations
@@ -54,7 +54,7 @@ def train(task: LearningTask, method: Method, num_steps: int, compute_s: float) 
     if method.name == REFERENCE:
         model = DistributedDataParallel(task.model)
     else:
-        model, optimizer = syncline.distribute(task.model, optimizer, _rule(method), samples="batch")
+        model, optimizer = syncline.distribute(task.model, optimizer, make_rule(method), samples="batch")
     begun_s = time.monotonic()
     model.register_full_backward_pre_hook(lambda *_: sleep_until(begun_s + WAITED_PART * compute_s))
     dist.barrier()

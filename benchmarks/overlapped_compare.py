@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from overlapped_pace import rate, rate_between_ends
-from overlapped_record import Place, Ranks, curve, loss_at, plot, read_all, run, write_record
-from overlapped_record import rate as mean_rate
+from overlapped_record import Place, Ranks, curve, loss_at, plot, rate as mean_rate, read_all, run, write_record
 
 WITH_PERIODS = ("swap", "rebase", "periodic")
 DEFAULT_MODES = ("local", "swap", "rebase", "synchronous", "ddp")

@@ -13,8 +13,7 @@ from test_group_collectives import check_moves, check_reductions
 
 from syncline.backend.calls import all_reduce_sparse
 from syncline.errors import ConfigurationError
-from syncline.tensors import collectives as tensor_collectives
-from syncline.tensors import memory
+from syncline.tensors import collectives as tensor_collectives, memory
 from syncline.tensors.collectives import TensorCollectives
 from syncline.tensors.work import TensorWork
 from syncline.updates.private_torch import tree_leaves

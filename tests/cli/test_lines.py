@@ -1,7 +1,6 @@
 """Lines of a rank's output: whole, bounded, and calm while a progress bar redraws itself."""
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from syncline.cli.launcher.session import LIMIT_BYTES, REDRAW_INTERVAL_S, LineSplitter
 

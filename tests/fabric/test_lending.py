@@ -18,8 +18,7 @@ from rank_scripts import reserved_port, script_environment
 from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions, lending
 from syncline.fabric.lending import borrow, find_network, open_meeting_place
-from syncline.fabric.shared_port import SharedListener, prefix_of
-from syncline.fabric.shared_port import lending as lending_for
+from syncline.fabric.shared_port import SharedListener, lending as lending_for, prefix_of
 from syncline.fabric.sockets import listen_at, open_dialling_socket
 from syncline.user_folder import served_paths, user_folder
 

@@ -3,8 +3,7 @@
 import itertools
 import math
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from syncline.fabric import FabricOptions
 from syncline.fabric._native import GrantScheduler

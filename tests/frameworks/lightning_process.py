@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed.nn
 from lightning.pytorch.strategies import DDPStrategy
-from torch import distributed as dist
-from torch import nn
+from torch import distributed as dist, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncline

@@ -7,8 +7,7 @@ from itertools import combinations_with_replacement
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from syncline.errors import ScheduleError
 from syncline.priorities.forward_timing import (

@@ -8,8 +8,7 @@ import sys
 import pytest
 import torch
 import torch.distributed.nn
-from torch import distributed as dist
-from torch import nn
+from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncline

@@ -8,8 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch import distributed as dist
-from torch import nn
+from torch import distributed as dist, nn
 
 import syncline
 from syncline.errors import ConfigurationError

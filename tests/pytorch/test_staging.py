@@ -18,8 +18,7 @@ from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.tensors.device_copies import CopyKind
-from syncline.updates import AllReduce, Clustered, Sharded, UpdateRule
-from syncline.updates import bucket as bucket_module
+from syncline.updates import AllReduce, Clustered, Sharded, UpdateRule, bucket as bucket_module
 from thread_device import ThreadDevice
 
 RULES: dict[str, UpdateRule] = {

@@ -1,8 +1,7 @@
 """The parts of the engine that decide without doing: dataflows, tags, agreement, slice order, culprits."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from syncline.errors import ConfigurationError, name_ranks
 from syncline.fabric.slice_executor import CALL_TAGS, Kind, check_tags_fit, first_tag

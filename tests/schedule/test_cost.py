@@ -1,9 +1,7 @@
 """The cost model, term by term."""
 
 import pytest
-from hypothesis import given
-from hypothesis import settings as effort
-from hypothesis import strategies as st
+from hypothesis import given, settings as effort, strategies as st
 from schedule_trees import star, trees
 
 from syncline.errors import ScheduleError

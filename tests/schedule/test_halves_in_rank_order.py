@@ -2,9 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import settings as effort
-from hypothesis import strategies as st
+from hypothesis import given, settings as effort, strategies as st
 from schedule_trees import balanced_tree, links, star, trees
 
 from syncline.schedule import Collective, CostModel, lower_bound, plan_tree, plan_weighted_tree, predict

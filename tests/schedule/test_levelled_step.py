@@ -4,9 +4,7 @@ import random
 
 import pytest
 import reference
-from hypothesis import given
-from hypothesis import settings as effort
-from hypothesis import strategies as st
+from hypothesis import given, settings as effort, strategies as st
 from schedule_trees import balanced_tree, trees
 
 from syncline.schedule import (

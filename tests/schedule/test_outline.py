@@ -5,9 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import settings as effort
-from hypothesis import strategies as st
+from hypothesis import given, settings as effort, strategies as st
 from schedule_trees import balanced_tree, trees
 
 from syncline.errors import ScheduleError

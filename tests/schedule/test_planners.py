@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 import reference
-from hypothesis import example, given
-from hypothesis import settings as effort
-from hypothesis import strategies as st
+from hypothesis import example, given, settings as effort, strategies as st
 from schedule_trees import balanced_tree, trees
 
 from syncline.errors import ScheduleError

@@ -1,9 +1,7 @@
 """One rank's part: phases in order, numbered messages, and the receives that must wait for a send."""
 
 import pytest
-from hypothesis import given
-from hypothesis import settings as effort
-from hypothesis import strategies as st
+from hypothesis import given, settings as effort, strategies as st
 from schedule_trees import trees
 
 from syncline.errors import ScheduleError

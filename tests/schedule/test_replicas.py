@@ -6,9 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import reference
-from hypothesis import given
-from hypothesis import settings as effort
-from hypothesis import strategies as st
+from hypothesis import given, settings as effort, strategies as st
 from schedule_trees import balanced_tree, trees
 
 from syncline.errors import ScheduleError, TopologyError

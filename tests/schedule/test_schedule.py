@@ -5,8 +5,7 @@ import sys
 from dataclasses import fields, replace
 
 import pytest
-from hypothesis import given
-from hypothesis import settings as effort
+from hypothesis import given, settings as effort
 from schedule_trees import balanced_tree, trees
 
 from syncline.errors import ScheduleError

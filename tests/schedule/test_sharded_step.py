@@ -7,9 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import reference
-from hypothesis import given
-from hypothesis import settings as effort
-from hypothesis import strategies as st
+from hypothesis import given, settings as effort, strategies as st
 from schedule_trees import links, star, trees
 
 from syncline.errors import ScheduleError

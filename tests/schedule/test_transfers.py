@@ -1,7 +1,6 @@
 """Transfers in columns: order, reversal, and the merging of what touches."""
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from syncline.schedule import Transfer, Transfers
 

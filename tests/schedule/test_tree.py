@@ -4,8 +4,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import settings as effort
+from hypothesis import given, settings as effort
 from schedule_trees import balanced_tree, trees
 
 from syncline.errors import ScheduleError

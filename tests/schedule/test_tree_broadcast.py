@@ -1,8 +1,6 @@
 """The tree broadcast: every link down carries the data once, no link more than once, from any root."""
 
-from hypothesis import given
-from hypothesis import settings as effort
-from hypothesis import strategies as st
+from hypothesis import given, settings as effort, strategies as st
 from schedule_trees import balanced_tree, trees
 
 from syncline.schedule import Collective, plan_tree

@@ -5,9 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import reference
-from hypothesis import assume, given
-from hypothesis import settings as effort
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings as effort, strategies as st
 from schedule_trees import trees
 
 from syncline.errors import ScheduleError

@@ -5,9 +5,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import settings as effort
-from hypothesis import strategies as st
+from hypothesis import given, settings as effort, strategies as st
 from schedule_trees import links, star, trees
 
 from syncline.schedule import Collective, CostModel, lower_bound, plan_tree, plan_weighted_tree, predict, split

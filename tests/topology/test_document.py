@@ -1,8 +1,7 @@
 """Topology files: what they may say, and how each mistake is reported with its line."""
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from topology_trees import topologies
 
 from syncline.errors import TopologyError

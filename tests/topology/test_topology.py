@@ -4,8 +4,7 @@ import math
 import pickle
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from topology_trees import topologies
 
 from syncline.errors import TopologyError

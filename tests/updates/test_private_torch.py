@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed as dist
-from torch import nn
+from torch import distributed as dist, nn
 
 from rank_scripts import run_python
 from syncline.updates import private_torch

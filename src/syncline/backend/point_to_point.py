@@ -42,7 +42,7 @@ _HEAD = struct.Struct("<BxxxxxxxqqqQ")
 INLINE_BYTES = HEAD_BYTES - _HEAD.size
 MESSAGE, ACCEPTED, REFUSED, TAKEN, CALL = range(5)
 PUT, OFFERED, ANSWER = range(3)
-"""Kinds of what is in an inbox."""
+"""Kinds of what is in an inbox, as ``Inboxes::Kind`` has them."""
 FETCH_BYTES = 64 << 10
 """Up to here a sender does not wait for a receiver: what nobody asked for yet is fetched."""
 FETCH_BUDGET_BYTES = 4 << 20

@@ -5,26 +5,21 @@ from typing import TYPE_CHECKING
 from syncline.late_imports import late_names
 
 if TYPE_CHECKING:
-    from syncline.discovery.discovery import MOST_HOSTS, Discovery, discover_network, is_discoverable, measure_again
-    from syncline.discovery.following import TrafficWatch
-    from syncline.discovery.kept import discovery_folder, recall
+    from syncline.discovery.discovery import (
+        MOST_HOSTS as MOST_HOSTS,
+        Discovery as Discovery,
+        discover_network as discover_network,
+        is_discoverable as is_discoverable,
+        measure_again as measure_again,
+    )
+    from syncline.discovery.following import TrafficWatch as TrafficWatch
+    from syncline.discovery.kept import discovery_folder as discovery_folder, recall as recall
 
-__all__ = [
-    "MOST_HOSTS",
-    "Discovery",
-    "is_discoverable",
-    "discover_network",
-    "discovery_folder",
-    "recall",
-    "measure_again",
-    "TrafficWatch",
-]
+_NAMES = {
+    "discovery": "MOST_HOSTS Discovery is_discoverable discover_network measure_again",
+    "kept": "discovery_folder recall",
+    "following": "TrafficWatch",
+}
 
-__getattr__ = late_names(
-    __name__,
-    {
-        "discovery": "MOST_HOSTS Discovery is_discoverable discover_network measure_again",
-        "kept": "discovery_folder recall",
-        "following": "TrafficWatch",
-    },
-)
+__all__ = [name for text in _NAMES.values() for name in text.split()]
+__getattr__ = late_names(__name__, _NAMES)

@@ -5,66 +5,40 @@ from typing import TYPE_CHECKING
 from syncline.late_imports import late_names
 
 if TYPE_CHECKING:
-    from syncline.fabric.compiled import new_event_loop
-    from syncline.fabric.frames import MEMORY_CLASS
-    from syncline.fabric.memory import MemoryFabric, memory_fabrics
-    from syncline.fabric.mesh import connect_tcp
-    from syncline.fabric.options import FabricOptions
-    from syncline.fabric.progress import PeerStalls, Progress, StallHandler
+    from syncline.fabric.compiled import new_event_loop as new_event_loop
+    from syncline.fabric.frames import MEMORY_CLASS as MEMORY_CLASS
+    from syncline.fabric.memory import MemoryFabric as MemoryFabric, memory_fabrics as memory_fabrics
+    from syncline.fabric.mesh import connect_tcp as connect_tcp
+    from syncline.fabric.options import FabricOptions as FabricOptions
+    from syncline.fabric.progress import PeerStalls as PeerStalls, Progress as Progress, StallHandler as StallHandler
     from syncline.fabric.protocol import (
-        ABORTED,
-        BULK,
-        MAX_CONTROL_BYTES,
-        ClassStatistics,
-        ConnectionStatistics,
-        Fabric,
-        FabricListener,
-        FabricStatistics,
-        GivenUpError,
-        PeerLeftError,
-        Transport,
+        ABORTED as ABORTED,
+        BULK as BULK,
+        MAX_CONTROL_BYTES as MAX_CONTROL_BYTES,
+        ClassStatistics as ClassStatistics,
+        ConnectionStatistics as ConnectionStatistics,
+        Fabric as Fabric,
+        FabricListener as FabricListener,
+        FabricStatistics as FabricStatistics,
+        GivenUpError as GivenUpError,
+        PeerLeftError as PeerLeftError,
+        Transport as Transport,
     )
-    from syncline.fabric.rendezvous import Rendezvous, Store
-    from syncline.fabric.tcp import TcpFabric
+    from syncline.fabric.rendezvous import Rendezvous as Rendezvous, Store as Store
+    from syncline.fabric.tcp import TcpFabric as TcpFabric
 
-__all__ = [
-    "Transport",
-    "Fabric",
-    "FabricListener",
-    "GivenUpError",
-    "PeerLeftError",
-    "ABORTED",
-    "MAX_CONTROL_BYTES",
-    "BULK",
-    "FabricOptions",
-    "PeerStalls",
-    "Progress",
-    "StallHandler",
-    "connect_tcp",
-    "new_event_loop",
-    "TcpFabric",
-    "Rendezvous",
-    "Store",
-    "MemoryFabric",
-    "memory_fabrics",
-    "FabricStatistics",
-    "ConnectionStatistics",
-    "ClassStatistics",
-    "MEMORY_CLASS",
-]
+_NAMES = {
+    "protocol": "Transport Fabric FabricListener GivenUpError PeerLeftError ABORTED MAX_CONTROL_BYTES BULK "
+    "FabricStatistics ConnectionStatistics ClassStatistics",
+    "options": "FabricOptions",
+    "progress": "PeerStalls Progress StallHandler",
+    "mesh": "connect_tcp",
+    "compiled": "new_event_loop",
+    "tcp": "TcpFabric",
+    "rendezvous": "Rendezvous Store",
+    "memory": "MemoryFabric memory_fabrics",
+    "frames": "MEMORY_CLASS",
+}
 
-__getattr__ = late_names(
-    __name__,
-    {
-        "protocol": "Transport Fabric FabricListener GivenUpError PeerLeftError ABORTED MAX_CONTROL_BYTES BULK "
-        "FabricStatistics ConnectionStatistics ClassStatistics",
-        "options": "FabricOptions",
-        "progress": "PeerStalls Progress StallHandler",
-        "mesh": "connect_tcp",
-        "compiled": "new_event_loop",
-        "tcp": "TcpFabric",
-        "rendezvous": "Rendezvous Store",
-        "memory": "MemoryFabric memory_fabrics",
-        "frames": "MEMORY_CLASS",
-    },
-)
+__all__ = [name for text in _NAMES.values() for name in text.split()]
+__getattr__ = late_names(__name__, _NAMES)

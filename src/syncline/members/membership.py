@@ -21,8 +21,7 @@ among these. A user may ask for another part, or for a fixed number; with less t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 from syncline.errors import DeadlineError, PeerLostError, UpdateError

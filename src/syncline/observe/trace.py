@@ -42,8 +42,6 @@ FLUSH_EVENTS = 4096
 """Events that are encoded together at the latest; that many take some 10 ms."""
 _log = logging.getLogger(__name__)
 _CLOCK = "syncline_clock"
-_MERGED = '{"traceEvents": ['
-"""How a file of several ranks begins."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _Event = tuple[str, str, str, int, int, dict[str, Any]]
 """Phase letter of the format, name, category, start, end (both in ns), arguments."""
@@ -364,14 +362,13 @@ def align_events(ranks: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
-        if text.startswith(_MERGED):
-            return list(json.loads(text)["traceEvents"])
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise ConfigurationError(f"A trace must be a readable file; '{path}' is not: {error}") from error
+    if text.startswith("{"):  # of several ranks
+        with contextlib.suppress(ValueError, KeyError):
+            return list(json.loads(text)["traceEvents"])
     if not text.startswith("[\n"):
-        raise ConfigurationError(
-            f"'{path}' is not a trace that syncline wrote: it begins neither with '[' nor {_MERGED}"
-        )
+        raise ConfigurationError(f"'{path}' is not a trace that syncline wrote: neither one rank's nor a whole one")
     events = [_event(line) for line in text.splitlines()[1:]]
     return [event for event in events if event is not None]
 

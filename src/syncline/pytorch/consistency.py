@@ -271,13 +271,14 @@ def _end(work: Any, packed: torch.Tensor | None, batch: Sequence[torch.Tensor], 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield the tensors, small ones together; those of no elements are left out."""
     batch: list[torch.Tensor] = []
+    num_bytes = 0
     for tensor in tensors:
-        if not tensor.numel():
-            continue
-        if batch and sum(each.nbytes for each in (*batch, tensor)) > PACKED_BYTES:
+        if batch and num_bytes + tensor.nbytes > PACKED_BYTES:
             yield batch
-            batch = []
-        batch.append(tensor)
+            batch, num_bytes = [], 0
+        if tensor.numel():
+            batch.append(tensor)
+            num_bytes += tensor.nbytes
     if batch:
         yield batch
 

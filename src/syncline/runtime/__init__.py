@@ -6,13 +6,14 @@ from syncline.late_imports import late_names
 
 if TYPE_CHECKING:
     from syncline.runtime.call import CollectiveCall as CollectiveCall
-    from syncline.runtime.communicator import Communicator as Communicator
-    from syncline.runtime.communicator import communicators_in_memory as communicators_in_memory
+    from syncline.runtime.communicator import (
+        Communicator as Communicator,
+        communicators_in_memory as communicators_in_memory,
+    )
     from syncline.runtime.engine import Engine as Engine
     from syncline.runtime.host_names import match_topology as match_topology
     from syncline.runtime.loop import CommunicationLoop as CommunicationLoop
-    from syncline.runtime.reduction import Reduction as Reduction
-    from syncline.runtime.reduction import numpy_reduction as numpy_reduction
+    from syncline.runtime.reduction import Reduction as Reduction, numpy_reduction as numpy_reduction
     from syncline.runtime.statistics import FleetStatistics as FleetStatistics
     from syncline.runtime.work import Work as Work
 

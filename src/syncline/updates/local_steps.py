@@ -221,10 +221,10 @@ class LocalStepsUpdater(WholeUpdater):
         number = min(rule.fragments, rule.period)
         self._parts = _cut(self.buckets, 1 if self.collectives.crossing is not None else number)
         self._fragments = _divide(self._parts, number)
-        self._in_parts = self.collectives
+        self._part_collectives = self.collectives
         """What moves them."""
         if len(self._parts) > len(self.buckets):
-            self._in_parts = BucketCollectives(
+            self._part_collectives = BucketCollectives(
                 self.collectives.communicator,
                 control=self.collectives.control,
                 bucket_schedules=self._plan_parts(setting.reserve_streams(len(self._parts)).start),
@@ -332,8 +332,8 @@ class LocalStepsUpdater(WholeUpdater):
         """Give up what is under way."""
         if self._party is not None:
             self._party.collectives.communicator.close()
-        if self._in_parts is not self.collectives:
-            self._in_parts.close()
+        if self._part_collectives is not self.collectives:
+            self._part_collectives.close()
         self.collectives.close()
 
     def release(self) -> None:
@@ -344,9 +344,9 @@ class LocalStepsUpdater(WholeUpdater):
 
     def divide_anew(self) -> None:
         """Let parts move by the network's plan as it is now."""
-        if self._in_parts is not self.collectives:
-            first = self._in_parts.bucket_schedules[0].stream
-            self._in_parts.enter(self.collectives.communicator, self._plan_parts(first))
+        if self._part_collectives is not self.collectives:
+            first = self._part_collectives.bucket_schedules[0].stream
+            self._part_collectives.enter(self.collectives.communicator, self._plan_parts(first))
 
     def _plan_parts(self, first_stream: int) -> tuple[BucketSchedule, ...]:
         plans = [part.plan for part in self._parts]
@@ -378,7 +378,7 @@ class LocalStepsUpdater(WholeUpdater):
         )
 
     def _start_sum(self, plan: Bucket | BucketPlan, steps: torch.Tensor) -> Work:
-        return self._in_parts.start(plan, Collective.ALL_REDUCE, self.step_number, values=steps)
+        return self._part_collectives.start(plan, Collective.ALL_REDUCE, self.step_number, values=steps)
 
     @torch.no_grad()
     def _land(self) -> torch.Tensor:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from small_regression import batch as batch_of
-from small_regression import loss_of, make_model, make_sgd, parameters_of
+from small_regression import batch as batch_of, loss_of, make_model, make_sgd, parameters_of
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.updates.clustered.means import DECAY, MIN_WEIGHT

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from syncline.updates.clustered.means import mixing_shares, mixing_weights, resized, update_contributions
 

@@ -1,8 +1,7 @@
 import random
 from collections import Counter
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from syncline.updates.clustered import view
 from syncline.updates.clustered.view import draw_order, draw_server

@@ -162,7 +162,7 @@ def _train(judge: _Judge, method: Method, fleet: Fleet) -> None:
     own = judge.tasks[fleet.rank]
     try:
         optimizer: Any = own.make_optimizer(own.model.parameters())
-        model, optimizer = syncline.distribute(own.model, optimizer, _rule(method), samples="batch", fleet=fleet)
+        model, optimizer = syncline.distribute(own.model, optimizer, make_rule(method), samples="batch", fleet=fleet)
         judge.meet(fleet)
         step = 0
         while not judge.is_over:
@@ -178,7 +178,8 @@ def _train(judge: _Judge, method: Method, fleet: Fleet) -> None:
         raise
 
 
-def _rule(method: Method) -> Any:
+def make_rule(method: Method) -> Any:
+    """Return the update rule with its settings."""
     arguments = dict(method.arguments)
     if "outer" in arguments:
         rate, momentum = arguments["outer"]

@@ -165,8 +165,10 @@ class _Reporting(Terminal):
 
 def supervise(argument: str) -> None:
     """Start the ranks and wait for them; end them if the caller ends, however that happens."""
-    from syncline.cli.launcher.launch import Request  # which neither the caller nor the ranks need
-    from syncline.cli.launcher.launch import launch as launch_ranks
+    from syncline.cli.launcher.launch import (
+        Request,  # which neither the caller nor the ranks need
+        launch as launch_ranks,
+    )
     from syncline.cli.launcher.session import PR_SET_PDEATHSIG
 
     asked = json.loads(argument)
