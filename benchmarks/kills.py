@@ -20,7 +20,6 @@ import json
 import os
 import platform
 import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -71,14 +70,9 @@ class Watched:
         return {int(name.partition("-")[0]): rank for name, rank in recent}
 
     @property
-    def newest(self) -> dict[str, Any] | None:
-        """The newest line; None as long as nobody has made a step."""
-        return max((lines[-1] for lines in self.lines.values() if lines), key=lambda one: one["step"], default=None)
-
-    @property
     def step(self) -> int:
-        """The newest step."""
-        return -1 if self.newest is None else int(self.newest["step"])
+        """The newest step; -1 as long as nobody has made one."""
+        return max((int(lines[-1]["step"]) for lines in self.lines.values() if lines), default=-1)
 
     def history(self) -> list[dict[str, Any]]:
         """Return each step as those tell it who went on from it; raise where two of them tell different things.
@@ -117,8 +111,6 @@ class Kills:
 
     at_s: list[float] = field(default_factory=list)
     ranks: Counter[int] = field(default_factory=Counter)
-    epoch: int = -1
-    """That in which the last one was killed."""
     num_postponed: int = 0
     """How often a kill had to wait until all ranks were there again."""
 
@@ -151,20 +143,17 @@ def play(job: subprocess.Popen[bytes], watched: Watched, options: argparse.Names
         pid = chance.choice(sorted(ranks, key=lambda one: ranks[one]))
         kills.ranks[ranks[pid]] += 1
         kills.at_s.append(time.monotonic())
-        kills.epoch = watched.newest["epoch"] if watched.newest is not None else 0
-        os.kill(pid, signal.SIGKILL)
+        victim = psutil.Process(pid)
+        victim.kill()
+        victim.wait(END_S)  # as long as it dies, it would count as one that is there
         due_s, was_late = max(due_s + options.every, time.monotonic() + LATE_S), False
     end_s = time.monotonic() + END_S
-    while not _is_whole(watched, kills, options) and time.monotonic() < end_s:  # else it would come too late
+    # Who was killed last would come too late for a job that ended before. That a step had all batches does not say that
+    # it is back: where it died after its gradients had been added, the new epoch makes that step.
+    while len(watched.ranks()) < options.ranks and time.monotonic() < end_s:
         time.sleep(0.1)
         watched.read()
     return kills
-
-
-def _is_whole(watched: Watched, kills: Kills, options: argparse.Namespace) -> bool:
-    """Whether all are there again after the last kill."""
-    newest = watched.newest
-    return newest is not None and len(newest["counted"]) == options.ranks and newest["epoch"] > kills.epoch
 
 
 def pauses_s(history: list[dict[str, Any]], kills: Kills) -> list[float]:
