@@ -143,22 +143,22 @@ def _end(lab: Lab, link: DirectedLink) -> tuple[LabLink, str, str]:
     return place, lab.plan.switch_namespace, place.upper_interface
 
 
+def limit(lab: Lab, link: DirectedLink, bytes_per_s: float) -> None:
+    """Give a direction of a link of the lab another rate."""
+    _, namespace, interface = _end(lab, link)
+    bits = f"{round(8 * bytes_per_s)}bit"
+    for parent, name in (("1:", "1:1"), ("1:1", "1:a")):
+        where = ["tc", "-n", namespace, "class", "change", "dev", interface, "parent", parent, "classid", name]
+        subprocess.run([*where, "htb", "rate", bits, "ceil", bits], check=True)
+
+
 @contextmanager
 def _slowed(lab: Lab, link: DirectedLink) -> Iterator[None]:
-    _, namespace, interface = _end(lab, link)
-    rate = lab.topology.bytes_per_s(link)
-
-    def limit(bytes_per_s: float) -> None:
-        for parent, name in (("1:", "1:1"), ("1:1", "1:a")):
-            where = ["tc", "-n", namespace, "class", "change", "dev", interface, "parent", parent, "classid", name]
-            bits = f"{round(8 * bytes_per_s)}bit"
-            subprocess.run([*where, "htb", "rate", bits, "ceil", bits], check=True)
-
-    limit(SLOW_BYTES_PER_S)
+    limit(lab, link, SLOW_BYTES_PER_S)
     try:
         yield
     finally:
-        limit(rate)
+        limit(lab, link, lab.topology.bytes_per_s(link))
 
 
 @contextmanager
