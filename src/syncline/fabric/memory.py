@@ -234,7 +234,7 @@ class MemoryFabric:
         self._drained = asyncio.Event()
         self._lost: dict[int, PeerLostError] = {}
         self._counters: dict[tuple[int, int], Counters] = {}
-        self._is_closed = False
+        self._is_closed = self._is_dead = False
         self._dropped = _DroppedStreams()
         self.progress = Progress()
         self.stalls = Stalls(float("inf"))
@@ -326,6 +326,8 @@ class MemoryFabric:
 
     def send_control(self, peer: int, payload: bytes) -> None:
         """Send a small message ahead of all data."""
+        if self._is_dead:  # timers of its rank go on here, as they would not in a process that was killed
+            return
         self._check_peer(peer)
         assert len(payload) <= MAX_CONTROL_BYTES, f"control message of {len(payload)} bytes"
         if peer in self._lost:
@@ -421,7 +423,9 @@ class MemoryFabric:
 
     def kill(self, rank: int) -> None:
         """Let ``rank`` die as a killed process does: it hears nothing more, and every other rank loses it."""
-        self._network.fabrics[rank]._leave(PeerLostError, "is lost: its process died or was killed")
+        fabric = self._network.fabrics[rank]
+        fabric._is_dead = True
+        fabric._leave(PeerLostError, "is lost: its process died or was killed")
 
     def _leave(self, kind: type[PeerLostError], reason: str) -> None:
         if self._is_closed:
