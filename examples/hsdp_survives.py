@@ -35,6 +35,7 @@ class Training:
         self.model: nn.Module | None = None  # of a rank that waits for another one
         self.step: int | None = None
         self.shard: int | None = None  # no state yet: a newcomer takes that of the others
+        self.has_gradients = False  # of all ranks, of a step that is not made yet
         self.members: tuple[int, ...] = ()
         self.change: syncline.Reconfiguration | None = None
 
@@ -42,6 +43,8 @@ class Training:
         """Make the default group of whoever is there, divide it into pairs, and let each have its shard."""
         self.model = None  # and with it the groups of the old world
         self.change = change = syncline.reconfigure(step=None if self.shard is None else self.step)
+        if self.has_gradients and change.step == self.step + 1:  # commit() told others that all had come so far
+            self.make_step()
         states = self.gather_states()
         num_paired = change.world_size - change.world_size % NUM_SHARDS
         mesh = DeviceMesh("cpu", torch.arange(num_paired).view(-1, NUM_SHARDS), mesh_dim_names=("replicate", "shard"))
@@ -54,6 +57,12 @@ class Training:
         self.parameters = list(self.model.parameters())  # each rank's part; within a forward pass the model has others
         if states:
             self.put(states[self.shard])
+
+    def make_step(self) -> None:
+        """Step on this rank's part; nothing of it needs the other ranks."""
+        if self.has_gradients:
+            self.optimizer.step()
+        self.step, self.has_gradients = self.step + 1, False
 
     def gather_states(self) -> list[Any]:
         """Return the newest state of each shard, from the first rank that has it; nothing if nobody has any."""
@@ -107,8 +116,10 @@ class Training:
                     self.regroup()
                 if self.model is not None:
                     self.optimizer.zero_grad()
+                    self.has_gradients = False
                     loss = loss_of(self.model, self.change.members[self.change.rank], self.step)
                     loss.backward()
+                    self.has_gradients = True
                 must_regroup = syncline.commit()  # all have come as far: nobody steps alone; or newcomers wait
             except RuntimeError as error:  # PeerLostError is one; of those in a backward pass, torch makes its own
                 place = self.step, self.change and self.change.epoch
@@ -117,9 +128,7 @@ class Training:
                 must_regroup, failed_at = True, place
                 print(f"step {self.step}: {str(error).splitlines()[0]}", file=sys.stderr)
                 continue
-            if self.model is not None:
-                self.optimizer.step()
-            self.step += 1
+            self.make_step()
             yield None if loss is None else loss.detach()
 
 
