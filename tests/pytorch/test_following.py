@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import syncline
 from syncline import discovery
 from syncline.discovery import TrafficWatch, following
+from syncline.discovery.kept import keep
 from syncline.errors import UpdateError
 from syncline.pytorch import following as training_following
 from syncline.pytorch.fleet import Fleet
@@ -115,3 +118,55 @@ def test_what_cannot_plan_again_is_refused_where_it_was_asked_for() -> None:
 
     (error, *_) = run_fleets(2, body, accept=UpdateError)
     assert "init(replan=True) does not go with this training: Sharded(step_in_backward=" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "is_found_kept"), [((1.0, 0.5, 0.5, 1.0), False), ((0.5, 1.0, 1.0, 0.5), True), ((1.0,) * 4, True)]
+)
+def test_where_the_network_is_in_doubt_two_plans_are_tried_and_the_faster_is_kept(
+    seconds: tuple[float, ...],
+    is_found_kept: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Rank 0's clock tells how long a step takes in each turn, and all go on with the same."""
+    num_steps = training_following.NUM_LEADING + training_following.NUM_TIMED
+    clocks = threading.local()
+
+    def tell_s() -> float:
+        clocks.steps = getattr(clocks, "steps", -1) + 1
+        clocks.now_s = getattr(clocks, "now_s", 0.0) + seconds[min(3, clocks.steps // num_steps)]
+        return float(clocks.now_s)
+
+    monkeypatch.setattr(training_following, "time", SimpleNamespace(monotonic=tell_s))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept = keep(discovery.discovery_folder({"XDG_CACHE_HOME": str(tmp_path)}), SLOWER)
+
+    def train(fleet: Fleet, *, is_in_doubt: bool) -> tuple[torch.Tensor, str, int, list[str]]:
+        fleet.replans = fleet.is_network_in_doubt = is_in_doubt
+        model = torch.nn.Linear(200, 100)
+        torch.nn.init.uniform_(model.weight, generator=torch.Generator().manual_seed(1))
+        torch.nn.init.zeros_(model.bias)
+        rule = syncline.Sharded(bucket_bytes=1 << 15, portions="fastest")
+        model, optimizer = syncline.distribute(model, torch.optim.Adam(model.parameters(), lr=0.01), rule, fleet=fleet)
+        names = []
+        for step in range(4 * num_steps + 2):
+            batch = torch.randn(4, 200, generator=torch.Generator().manual_seed(10 * step + fleet.rank))
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            names.append(fleet.topology.name)
+        num_plans = optimizer.follower.num_plans if optimizer.follower is not None else 0
+        return model.weight.detach().clone(), names[-1], num_plans, names
+
+    tried = run_fleets(SLOWER, lambda fleet: train(fleet, is_in_doubt=True))
+    plain = run_fleets(SLOWER, lambda fleet: train(fleet, is_in_doubt=False))
+    for (value, name, num_plans, names), (expected, *_) in zip(tried, plain, strict=True):
+        assert torch.allclose(value, expected, rtol=1e-5, atol=1e-6)
+        assert (name == SLOWER.name, num_plans) == (is_found_kept, 2 if is_found_kept else 3)
+        assert names.index("flat-3") == num_steps - 1  # the end of the first turn
+    assert kept is not None
+    assert kept.exists() is is_found_kept
+    (told,) = [line for line in capfd.readouterr().err.splitlines() if "two plans were tried" in line]
+    assert told.endswith("the first" if is_found_kept else "the second, and what was measured is not kept")

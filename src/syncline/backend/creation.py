@@ -172,7 +172,8 @@ def _connect(environment: Environment, torch_store: Any) -> Communicator:
     if environment.world_size > 1:
         store = TorchStore(PrefixStore("syncline", torch_store))
         environment = choose_interface(environment, store, torch_store)
-    return connect(with_address(environment), lambda _: store)
+    communicator, _ = connect(with_address(environment), lambda _: store)
+    return communicator
 
 
 class SynclineProcessGroup(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]  # the binding types nothing

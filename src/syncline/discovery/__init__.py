@@ -13,11 +13,11 @@ if TYPE_CHECKING:
         measure_again as measure_again,
     )
     from syncline.discovery.following import TrafficWatch as TrafficWatch
-    from syncline.discovery.kept import discovery_folder as discovery_folder, recall as recall
+    from syncline.discovery.kept import discovery_folder as discovery_folder, forget as forget, recall as recall
 
 _NAMES = {
     "discovery": "MOST_HOSTS Discovery is_discoverable discover_network measure_again",
-    "kept": "discovery_folder recall",
+    "kept": "discovery_folder forget recall",
     "following": "TrafficWatch",
 }
 

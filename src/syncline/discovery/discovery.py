@@ -76,6 +76,11 @@ class Discovery:
     is_recalled: bool = False
     kept: str = ""
 
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether steps should show if it holds; there is nothing to choose from where no flow ended."""
+        return DOUBT < self.error < math.inf
+
     def __str__(self) -> str:
         if math.isinf(self.error):
             return (

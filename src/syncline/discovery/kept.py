@@ -37,6 +37,13 @@ def keep(folder: Path, topology: Topology) -> Path | None:
     return None
 
 
+def forget(folder: Path | None, flat: Topology) -> None:
+    """Let the next job on the hosts of ``flat`` measure anew."""
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            kept_file(folder, flat).unlink()
+
+
 def recall(folder: Path, flat: Topology) -> Topology | None:
     """Return what was found earlier between the hosts of ``flat``, with the ranks that they have in this job."""
     path = kept_file(folder, flat)

@@ -89,13 +89,16 @@ def is_exposed(options: FabricOptions) -> bool:
         return True
 
 
-def connect(environment: Environment, open_store: Callable[[Environment], Store]) -> Communicator:
-    """Meet, start the loop and connect; the store is dropped as soon as all ranks are connected to each other."""
+def connect(environment: Environment, open_store: Callable[[Environment], Store]) -> tuple[Communicator, bool]:
+    """Meet, start the loop and connect; the store is dropped as soon as all ranks are connected to each other.
+
+    Also return whether the network was measured, and that is in doubt.
+    """
     with lending(environment.fabric, environment.host):
         return _connect(environment, open_store)
 
 
-def _connect(environment: Environment, open_store: Callable[[Environment], Store]) -> Communicator:
+def _connect(environment: Environment, open_store: Callable[[Environment], Store]) -> tuple[Communicator, bool]:
     leave_at_exit()
     options = environment.fabric
     chosen = _load_topology(environment)
@@ -107,10 +110,10 @@ def _connect(environment: Environment, open_store: Callable[[Environment], Store
         return max(end_s - time.monotonic(), options.handshake_s)
 
     store = open_store(environment)
-    topology = _match(environment, chosen, store, timeout_s=left_s())
+    topology, is_in_doubt = _match(environment, chosen, store, timeout_s=left_s()), False
     if chosen is None and len(topology.hosts) > 1:
         if discovery.is_discoverable(topology, options.address):
-            topology = _discover(environment, topology, store, timeout_s=left_s())
+            topology, is_in_doubt = _discover(environment, topology, store, timeout_s=left_s())
             end_s = time.monotonic() + options.connect_s  # all are here, and have the time once more
         elif len(topology.hosts) > discovery.MOST_HOSTS and environment.rank == 0:
             print(
@@ -130,11 +133,11 @@ def _connect(environment: Environment, open_store: Callable[[Environment], Store
     except BaseException:
         communicator.abort()
         raise
-    return communicator
+    return communicator, is_in_doubt
 
 
-def _discover(environment: Environment, flat: Topology, store: Store, *, timeout_s: float) -> Topology:
-    """Return what the ranks, all at one switch for now, find by measuring."""
+def _discover(environment: Environment, flat: Topology, store: Store, *, timeout_s: float) -> tuple[Topology, bool]:
+    """Return what the ranks, all at one switch for now, find by measuring, and whether it is in doubt."""
     options = replace(environment.fabric, job_id=f"{environment.fabric.job_id}/discovery")
     brief = replace(environment, fabric=options)
     told = tell_if_long(f"measuring the network of {len(flat.hosts)} hosts", is_told=environment.rank == 0)
@@ -143,7 +146,7 @@ def _discover(environment: Environment, flat: Topology, store: Store, *, timeout
         found = discovery.discover_network(communicator, folder=folder, recalls=environment.topology != MEASURE)
     if environment.rank == 0:
         print(f"syncline: {found}", file=sys.stderr, flush=True)
-    return with_gateways_chosen(found.topology)
+    return with_gateways_chosen(found.topology), found.is_in_doubt
 
 
 def _open(

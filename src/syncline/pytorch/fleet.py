@@ -65,6 +65,8 @@ class Fleet(FabricPlace):
         self.replans = False
         """Whether trainings look after the rates of links, and plan again where they change."""
         self.is_replan_asked = False
+        self.is_network_in_doubt = False
+        """Whether the network was measured, and flows were far off what was found."""
         self.follower: Any = None
         """The :class:`~syncline.pytorch.following.RateFollower` of its trainings, if there is one."""
         self._is_trusted = is_trusted

@@ -4,12 +4,17 @@ Every few seconds all ranks sum two small numbers at the end of a step: who susp
 (:mod:`syncline.discovery.following`), and how long a step takes, from which the step of the next look follows. So all
 ranks measure and plan after the same step, from the same rates. Where nothing has changed after all, the next
 measurement comes later, each time twice as late.
+
+Where the network was measured in doubt, two plans are tried first, in turn on real steps: that for what was found, and
+that for one switch of which nothing is known. The faster is kept.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from itertools import pairwise
+from statistics import median
 
 import torch
 
@@ -21,10 +26,15 @@ from syncline.topology import Topology
 from syncline.topology.rendering import describe_link
 from syncline.updates import AllReduce, Sharded, UpdateRule
 from syncline.updates.control import ControlStream
+from syncline.variables import process_variables
 
 LOOK_S = 5.0
 FIRST_REST_S, LONGEST_REST_S = 30.0, 3600.0
 """How long to leave it after a measurement that showed no change."""
+NUM_LEADING, NUM_TIMED = 2, 4
+"""Steps of each turn of a plan, of which the first ones, slow after a change, are not timed."""
+LEAST_GAIN = 0.03
+"""One switch is planned for only if steps are faster by this part: it tells nothing of rates."""
 
 
 def why_not(rule: UpdateRule, *, is_elastic: bool, has_helpers: bool) -> str | None:
@@ -40,6 +50,54 @@ def why_not(rule: UpdateRule, *, is_elastic: bool, has_helpers: bool) -> str | N
     return "helpers follow the others' steps" if has_helpers else None
 
 
+class PlanTrial:
+    """Which of two topologies has the faster steps: what was found, or one switch; every rank calls it alike."""
+
+    def __init__(self, found: Topology, control: ControlStream) -> None:
+        one_switch = Topology.flat_on([found.host_of(rank).name for rank in range(found.num_ranks)])
+        self.found, self.one_switch = found, one_switch
+        self._turns = [found, one_switch, one_switch, found]  # what changes meanwhile counts for both
+        self._control = control
+        self._ends_s: list[float] = []
+        self._medians_s: list[float] = []
+
+    def end_step(self) -> Topology | None:
+        """Return the topology to plan on from now on, where it is another turn's, or at the end the faster one's."""
+        self._ends_s.append(time.monotonic())
+        if len(self._ends_s) < NUM_LEADING + NUM_TIMED:
+            return None
+        timed = self._ends_s[NUM_LEADING - 1 :]
+        own = torch.tensor([median(after - before for before, after in pairwise(timed))], dtype=torch.float64)
+        self._medians_s.append(self._control.sum(own, "steps on two plans").item() / self.found.num_ranks)
+        self._ends_s.clear()
+        return self._turns[len(self._medians_s)] if not self.is_over else self.faster
+
+    @property
+    def is_over(self) -> bool:
+        """Whether each plan had its turns."""
+        return len(self._medians_s) == len(self._turns)
+
+    @property
+    def steps_s(self) -> tuple[float, float]:
+        """How long a step takes (s), by what was found and by one switch."""
+        first, second, third, fourth = self._medians_s
+        return (first + fourth) / 2, (second + third) / 2
+
+    @property
+    def faster(self) -> Topology:
+        """What to go on with."""
+        by_found, by_one_switch = self.steps_s
+        return self.one_switch if by_one_switch < by_found * (1 - LEAST_GAIN) else self.found
+
+    def __str__(self) -> str:
+        by_found, by_one_switch = self.steps_s
+        kept = "the second, and what was measured is not kept" if self.faster is self.one_switch else "the first"
+        return (
+            f"two plans were tried, as the network was measured in doubt: a step takes {by_found:.3g} s by what was "
+            f"measured, and {by_one_switch:.3g} s as if it were one switch; the job goes on with {kept}"
+        )
+
+
 class RateFollower:
     """One rank's part in it, for all trainings of a fleet; every rank calls :meth:`end_step` alike, of the first."""
 
@@ -52,13 +110,19 @@ class RateFollower:
         self._next_look = 2
         self._looked_at: tuple[int, float] | None = None
         self._rest_s, self._rests_until_s = FIRST_REST_S, 0.0
+        self._trial = PlanTrial(fleet.topology, self._control) if fleet.is_network_in_doubt else None
         self.num_plans = 0
         """How often it has planned again."""
 
     def end_step(self) -> None:
         """Look, if it is time; where all agree that rates have changed, plan again."""
         first = self.trainings[0].training
-        if first is None or first.is_joining or first.updater.iteration < self._next_look:
+        if first is None or first.is_joining:
+            return
+        if self._trial is not None:
+            self._try_plans(self._trial, first.updater.iteration)
+            return
+        if first.updater.iteration < self._next_look:
             return
         step, now_s = first.updater.iteration, time.monotonic()
         moved = self._moved()
@@ -74,6 +138,30 @@ class RateFollower:
         if num_suspicious:
             self._measure_again(step)
 
+    def _try_plans(self, trial: PlanTrial, step: int) -> None:
+        chosen = trial.end_step()
+        if chosen is not None and chosen is not self._fleet.topology:
+            self._plan_on(chosen)
+        if not trial.is_over:
+            return
+        self._trial = None
+        is_unknown = chosen is trial.one_switch
+        self._next_look = sys.maxsize if is_unknown else step + 1
+        self._fleet.trace.instant("two plans", "communication", steps_s=trial.steps_s)
+        if self._fleet.rank == 0:
+            if is_unknown:  # no rates to follow, and none for the next job
+                discovery.forget(discovery.discovery_folder(process_variables()), trial.one_switch)
+            print(f"syncline: {trial}", file=sys.stderr, flush=True)
+
+    def _plan_on(self, topology: Topology) -> None:
+        trainings = [each for each in self.trainings if each.training is not None]
+        for each in trainings:
+            each.synchronize()
+        self._fleet.communicator.plan_anew(topology)
+        for each in trainings:
+            each.plan_again()
+        self.num_plans += 1
+
     def _moved(self) -> dict[int, tuple[int, float]]:
         """Return by peer what was sent, and for how long that was busy."""
         moved: dict[int, tuple[int, float]] = {}
@@ -83,18 +171,15 @@ class RateFollower:
         return moved
 
     def _measure_again(self, step: int) -> None:
-        trainings = [each for each in self.trainings if each.training is not None]
-        for each in trainings:
-            each.synchronize()
+        for each in self.trainings:
+            if each.training is not None:
+                each.synchronize()
         began_s = time.monotonic()
         communicator, before = self._fleet.communicator, self._fleet.topology
         found = discovery.measure_again(communicator.open_port("rates of links"), communicator, stream=self._stream)
         is_changed = found.digest != before.digest
         if is_changed:
-            communicator.plan_anew(found)
-            for each in trainings:
-                each.plan_again()
-            self.num_plans += 1
+            self._plan_on(found)
         now_s = time.monotonic()
         self._tell(step, before, found, now_s - began_s)
         self._rests_until_s = 0.0 if is_changed else now_s + self._rest_s

@@ -112,7 +112,8 @@ def init(
 
     ``replan`` (``SYNCLINE_REPLAN``; default: where the topology was measured): training with ``AllReduce`` or
     ``Sharded`` looks after the rates of links, and where one has been a third slower or faster for half a minute, the
-    ranks measure them for some seconds at the end of a step, say what has changed, and plan again.
+    ranks measure them for some seconds at the end of a step, say what has changed, and plan again. Where the network
+    was measured in doubt, they first try in turn the plan for what was found and that for one switch, on real steps.
 
     Raises :class:`ConfigurationError` (also if a fleet is open already), ``TopologyError``, ``RendezvousError`` and
     ``HandshakeError``, with who and what.
@@ -134,12 +135,13 @@ def open_fleet(environment: Environment, *, is_current: bool = True) -> Fleet:
     with ExitStack() as stack:
         ways = _Ways.open(with_address(environment), stack)
         environment, options = ways.environment, ways.environment.fabric
-        communicator = connect(environment, open_store)
+        communicator, is_in_doubt = connect(environment, open_store)
         fleet = Fleet(communicator, is_trusted=options.secret is not None or not is_exposed(options))
         stack.callback(fleet.close, is_failing=True)
         is_measured = environment.topology in (None, MEASURE) and communicator.topology.has_rates
         fleet.replans = is_measured if environment.replan is None else environment.replan
         fleet.is_replan_asked = environment.replan is True
+        fleet.is_network_in_doubt = is_in_doubt
         fleet.growth = ways.growth_of(fleet)
         # No one leaves before rank 0's store is gone: the next init() must not meet at this one. So all meet here.
         fleet.communicator.open_segment(is_wanted=environment.uses_shared_memory)
@@ -188,7 +190,7 @@ class _Ways:
             addresses=list(environment.join),
             topology=_text_of(environment.topology),
         )
-        terms = entry.ask()
+        terms = entry.ask().terms
         environment = with_address(_adopted(replace(environment, topology=None), terms))
         service.adopt(environment.fabric, terms)
         entry.options = environment.fabric

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import pydoc
+import importlib.util
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -92,4 +94,12 @@ def _make(spec: str) -> tuple[nn.Module, Any]:
 
 
 def _load(place: str) -> Any:
-    return pydoc.importfile(place) if place.endswith(".py") else importlib.import_module(place)
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -183,7 +183,7 @@ class Communicator:
         return self._plans.schedule(collective, num_bytes, target=target, root=root)
 
     def plan_anew(self, topology: Topology) -> None:
-        """Plan on ``topology`` from the next call on: the same tree with other rates; all ranks call this alike."""
+        """Plan on ``topology`` from the next call on: the same ranks and hosts; all ranks call this alike."""
         topology.check_world_size(self.world_size)
         self.topology = topology
         self._plans = Plans(topology, self._plans.planner, slice_bytes=None)

@@ -37,14 +37,16 @@ from syncline.cli.launcher.supervisor import (
     Exit,
     Failure,
     Instruction,
+    Interrupted,
     Limits,
+    Noticed,
     RankExited,
     RestartBudget,
     RestartLimits,
     SendSignal,
-    Signalled,
     StartAgain,
     Supervisor,
+    Terminated,
     TimePassed,
 )
 from syncline.cli.launcher.terminal import Terminal, colour_of
@@ -337,7 +339,7 @@ class Runner:
         if stream.read(self._loop.time()) == b"":
             self._loop.remove_reader(stream.descriptor)  # its end; the rank's exit closes it
         if self._terminal.is_broken:
-            self.handle(Signalled(signal_number=signal.SIGPIPE))
+            self.handle(Terminated(signal_number=signal.SIGPIPE))
 
     def _on_exit(self, rank: int) -> None:
         handle = self.handles.pop(rank)
@@ -502,11 +504,13 @@ class _Attempts:
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
         """Turn signals into events; exec resets them to the default actions for the ranks."""
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
-        for number in numbers:
-            self._loop.add_signal_handler(number, self._handle, Signalled(signal_number=number))
+        endings = (signal.SIGTERM, signal.SIGHUP)
+        self._loop.add_signal_handler(signal.SIGINT, self._handle, Interrupted())
+        for number in endings:
+            self._loop.add_signal_handler(number, self._handle, Terminated(signal_number=number))
+        self._loop.add_signal_handler(signal.SIGUSR2, self._handle, Noticed(signal_number=signal.SIGUSR2))
         yield
-        for number in numbers:
+        for number in (signal.SIGINT, signal.SIGUSR2, *endings):
             self._loop.remove_signal_handler(number)
 
     async def run(self) -> int:
@@ -536,10 +540,10 @@ class _Attempts:
             self._terminal.say(words, is_error=code != 0)
         return code
 
-    def _handle(self, event: Signalled) -> None:
+    def _handle(self, event: Interrupted | Terminated | Noticed) -> None:
         if self._runner is not None:
             self._runner.handle(event)
-        elif event.signal_number != signal.SIGUSR2 and not self._told_to_end.done():
+        elif not isinstance(event, Noticed) and not self._told_to_end.done():
             self._told_to_end.set_result(event.signal_number)
 
     def _announce(self, pause_s: float, *, joins: bool) -> None:

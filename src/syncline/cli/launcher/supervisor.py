@@ -139,11 +139,22 @@ class RankExited:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Signalled:
-    """Event: the launcher got a signal, as the user pressed Ctrl-C, for one; SIGPIPE: nobody reads its output any more.
+class Interrupted:
+    """Event: the user pressed Ctrl-C."""
 
-    SIGUSR2 ends nothing by itself: the ranks are to have it.
-    """
+    signal_number: int = signal.SIGINT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terminated:
+    """Event: the launcher was asked to end (SIGTERM, SIGHUP, or nobody reads its output any more)."""
+
+    signal_number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noticed:
+    """Event: a signal that the ranks are to have, and that ends nothing by itself."""
 
     signal_number: int
 
@@ -153,7 +164,7 @@ class TimePassed:
     """Event: the time in ``wake_at_s`` has come."""
 
 
-Event = RankExited | Signalled | TimePassed
+Event = RankExited | Interrupted | Terminated | Noticed | TimePassed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,8 +268,12 @@ class Supervisor:
         """Decide what to do about ``event``."""
         if isinstance(event, RankExited):
             return self._on_exit(event, now_s)
-        if isinstance(event, Signalled):
-            return self._on_signal(event.signal_number, now_s)
+        if isinstance(event, Interrupted):
+            return self._on_interrupt(now_s)
+        if isinstance(event, Terminated):
+            return self._on_terminated(event, now_s)
+        if isinstance(event, Noticed):
+            return tuple(SendSignal(rank=rank, signal_number=event.signal_number) for rank in sorted(self.living))
         return self._on_time(now_s)
 
     def _on_exit(self, event: RankExited, now_s: float) -> tuple[Instruction, ...]:
@@ -297,17 +312,20 @@ class Supervisor:
         self._plan(now_s)
         return (Announce(reason="over" if is_over else "alone"), *self._on_time(now_s))
 
-    def _on_signal(self, number: int, now_s: float) -> tuple[Instruction, ...]:
-        if number == signal.SIGUSR2:
-            return tuple(SendSignal(rank=rank, signal_number=number) for rank in sorted(self.living))
-        is_interrupt = number == signal.SIGINT
+    def _on_interrupt(self, now_s: float) -> tuple[Instruction, ...]:
         if self.ended_by is not None:
-            return self._signal_all(signal.SIGKILL) if is_interrupt else ()
-        self.ended_by = number
+            return self._signal_all(signal.SIGKILL)
+        self.ended_by = signal.SIGINT
         self._pausing.clear()
-        self._plan(now_s + self._limits.interrupt_s * is_interrupt)
-        if is_interrupt:
-            return (Announce(reason="interrupt"), *self._signal_all(signal.SIGINT))
+        self._plan(now_s + self._limits.interrupt_s)
+        return (Announce(reason="interrupt"), *self._signal_all(signal.SIGINT))
+
+    def _on_terminated(self, event: Terminated, now_s: float) -> tuple[Instruction, ...]:
+        if self.ended_by is not None:
+            return ()
+        self.ended_by = event.signal_number
+        self._pausing.clear()
+        self._plan(now_s)
         return (Announce(reason="termination"), *self._on_time(now_s))
 
     def _on_time(self, now_s: float) -> tuple[Instruction, ...]:
