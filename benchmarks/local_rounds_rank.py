@@ -1,8 +1,8 @@
 """One rank of the jobs that ``local_rounds.py`` times: local steps with rounds between, by this library or torchft.
 
-Its argument is a JSON object: a method, and either the rule as Python has it, or the arguments of torchft's ``DiLoCo``.
-Every rank computes by sleeping (see ``advise_lab_rank.py``). Rank 0 prints the seconds of each of its steps, and the
-bytes that its host has sent in them.
+Its argument is a JSON object: a method, the MiB of parameters, and the rule as Python has it, or the arguments of
+torchft's ``DiLoCo``; with neither each rank trains alone. Every rank computes by sleeping (see ``advise_lab_rank.py``).
+Rank 0 prints the seconds of each of its steps, and the bytes that its host has sent in them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,14 @@ import syncline
 
 PERIOD, NUM_PERIODS = 16, 4
 """The first is not timed."""
-SHAPE = Shape(mib=(0.25,) * 6, forward_ms=(100 / 18,) * 6)
-"""The parameters of the benchmark of convergence's GPT, in layers that compute for 100 ms in a step."""
+NUM_LAYERS = 6
 LIGHTHOUSE_PORT = 29_700
 PATIENCE = timedelta(minutes=2)
+
+
+def build(mib: float) -> nn.Module:
+    """Build a model of ``mib`` MiB, in layers that compute for 100 ms in a step."""
+    return Shape(mib=(mib / NUM_LAYERS,) * NUM_LAYERS, forward_ms=(100 / 3 / NUM_LAYERS,) * NUM_LAYERS).build()
 
 
 def own_address() -> str:
@@ -61,12 +65,13 @@ def train(model: nn.Module, step: Callable[[], object]) -> tuple[list[float], in
     return [after - begun for begun, after in pairwise(starts_s)], sent_bytes() - before
 
 
-def by_syncline(rule: str) -> tuple[list[float], int]:
-    """Train by a rule of ours."""
+def by_syncline(model: nn.Module, rule: str | None) -> tuple[list[float], int]:
+    """Train by a rule of ours, or alone."""
     with syncline.init():
-        model = SHAPE.build()
-        inner = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        trained, optimizer = syncline.distribute(model, inner, update=rule_of(rule))
+        trained = model
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        if rule is not None:
+            trained, optimizer = syncline.distribute(model, optimizer, update=rule_of(rule))
 
         def step() -> None:
             optimizer.step()
@@ -75,7 +80,7 @@ def by_syncline(rule: str) -> tuple[list[float], int]:
         return train(trained, step)
 
 
-def by_torchft(arguments: dict[str, Any]) -> tuple[list[float], int]:
+def by_torchft(model: nn.Module, arguments: dict[str, Any]) -> tuple[list[float], int]:
     """Train by torchft: every rank is a replica group of one; the lighthouse is rank 0's."""
     from torchft.coordination import LighthouseServer  # type: ignore[import-not-found,unused-ignore]
     from torchft.local_sgd import DiLoCo  # type: ignore[import-not-found,unused-ignore]
@@ -86,7 +91,6 @@ def by_torchft(arguments: dict[str, Any]) -> tuple[list[float], int]:
     lighthouse = f"{os.environ['MASTER_ADDR']}:{LIGHTHOUSE_PORT}"
     server = LighthouseServer(bind=f"[::]:{LIGHTHOUSE_PORT}", min_replicas=num_ranks) if rank == 0 else None
     store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-    model = SHAPE.build()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4)
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     manager = Manager(
@@ -125,7 +129,9 @@ def main() -> None:
     """Train by one method."""
     task = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    steps_s, num_bytes = by_syncline(task["rule"]) if "rule" in task else by_torchft(task["torchft"])
+    model = build(task["mib"])
+    by_peer = "torchft" in task
+    steps_s, num_bytes = by_torchft(model, task["torchft"]) if by_peer else by_syncline(model, task.get("rule"))
     if int(os.environ["RANK"]) == 0:
         print(json.dumps({"method": task["method"], "steps_s": steps_s, "sent_bytes": num_bytes}), flush=True)
 

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import queue
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,11 +20,12 @@ from syncline.topology import Topology
 from syncline.updates import AllReduce, LocalSteps, Nesterov
 from syncline.updates.flat import shares
 from syncline.updates.local_steps import LEAST_BYTES
-from syncline.updates.rounds import exponent_for, from_steps, largest_move, to_steps
+from syncline.updates.rounds import Round, exponent_for, from_steps, largest_move, to_steps
 from thread_fleets import run_fleets
 
 BUCKET_BYTES = 160
 """Of the small regression it makes five buckets."""
+DEADLINE_S = 60.0
 
 
 def size_of(rank: int, step: int) -> int:
@@ -311,10 +314,64 @@ def test_parameters_that_are_not_finite_are_told_by_rank_on_every_rank() -> None
         assert "Parameters of rank 1 are not finite" in str(error)
 
 
-def test_a_rank_that_is_lost_is_named() -> None:
-    class DeathError(Exception):
-        pass
+def test_a_round_begins_and_ends_while_training_threads_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They call nothing between a step and the next: the sum begins elsewhere, and no step waits for it."""
+    begun = [queue.SimpleQueue() for _ in range(3)]
+    begin = Round._begin_early
 
+    def note(self):
+        begin(self)
+        begun[self._rank].put(self)
+
+    monkeypatch.setattr(Round, "_begin_early", note)
+
+    def body(fleet):
+        model, optimizer = start(fleet, LocalSteps(period=1))
+        for step in range(5):
+            one_step(model, optimizer, fleet.rank, step)
+            assert optimizer.statistics().num_rounds == step
+            under_way = begun[fleet.rank].get(timeout=DEADLINE_S)
+            under_way.wait()
+            assert under_way.is_over
+        return optimizer.statistics().num_waits
+
+    assert run_fleets(3, body) == [0, 0, 0]
+
+
+class DeathError(Exception):
+    """This rank dies here."""
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["told", "summing"])
+def test_a_rank_that_is_lost_within_a_round_is_named(begins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All have told: its own sum has begun, or has not."""
+    have_told = threading.Event()
+    begin = Round._begin_early
+
+    def begin_or_not(self):
+        if self._rank != 1 or begins:
+            begin(self)
+        if self._rank == 1:
+            have_told.set()
+
+    monkeypatch.setattr(Round, "_begin_early", begin_or_not)
+
+    def body(fleet):
+        model, optimizer = start(fleet, LocalSteps(period=1))
+        one_step(model, optimizer, fleet.rank, 0)
+        if fleet.rank == 1:
+            assert have_told.wait(DEADLINE_S)
+            raise DeathError
+        for step in range(1, 4):
+            one_step(model, optimizer, fleet.rank, step)
+
+    first, _, third = run_fleets(3, body, accept=(DeathError, PeerLostError))
+    for error in (first, third):
+        assert isinstance(error, PeerLostError)
+        assert error.rank == 1
+
+
+def test_a_rank_that_is_lost_is_named() -> None:
     def body(fleet):
         model, optimizer = start(fleet, LocalSteps(period=2))
         for step in range(20):

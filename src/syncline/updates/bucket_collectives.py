@@ -47,11 +47,11 @@ class Crossing(Protocol):
 class LoadedCalls:
     """Begins calls once what they move has come from a device, while the thread that asks for them goes on.
 
-    One thread waits for the copies, in the order in which they were queued, which is that in which they are done.
+    ``thread`` waits for the copies, in the order in which they were queued, which is that in which they are done.
     """
 
-    def __init__(self) -> None:
-        self._thread = WorkerThread("syncline-from-device", on_failure=lambda _: None)  # works tell of failures
+    def __init__(self, thread: WorkerThread) -> None:
+        self._thread = thread
 
     def begin(self, communicator: Communicator, copy: HostCopy, start: Callable[[], Work], label: str) -> Work:
         """Return the work of a call that ``start`` begins when ``copy`` has what was loaded last."""
@@ -78,10 +78,6 @@ class LoadedCalls:
         self._thread.submit(0, (), begin)
         return work
 
-    def close(self) -> None:
-        """End the thread after the call that it begins."""
-        self._thread.close()
-
 
 class BucketCollectives:
     """Starts collectives on buckets. Buckets may be started in any order, and from any thread."""
@@ -98,7 +94,9 @@ class BucketCollectives:
         """How long any of its calls may take."""
         self.trace = communicator.trace
         self.crossing: Crossing | None = None
-        self._loaded_calls = LoadedCalls()
+        self.thread = WorkerThread("syncline-calls", on_failure=lambda _: None)  # works tell of failures
+        """Begins calls once what they need is there, in place of the training thread."""
+        self._loaded_calls = LoadedCalls(self.thread)
         self.control = control
         self.classes = (connection_class,) * len(bucket_schedules)
         """The connection class of each bucket, for pushes and pulls alike."""
@@ -206,6 +204,6 @@ class BucketCollectives:
 
     def close(self) -> None:
         """Give up what crosses slow links, and begin no more calls."""
-        self._loaded_calls.close()
+        self.thread.close()
         if self.crossing is not None:
             self.crossing.close()

@@ -22,12 +22,14 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar
 
 import torch
 
 from syncline.arguments import Bounds, Count, check_fields
+from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
 from syncline.schedule import Collective
 from syncline.schedule.replicas import Replicate, find_parties
@@ -224,11 +226,10 @@ class LocalStepsUpdater(WholeUpdater):
         self._part_collectives = self.collectives
         """What moves them."""
         if len(self._parts) > len(self.buckets):
-            self._part_collectives = BucketCollectives(
-                self.collectives.communicator,
-                control=self.collectives.control,
-                bucket_schedules=self._plan_parts(setting.reserve_streams(len(self._parts)).start),
-            )
+            job, first = self.collectives.communicator, setting.reserve_streams(len(self._parts)).start
+            schedules = _plan_whole(job, [part.plan for part in self._parts], first)
+            control = self.collectives.control
+            self._part_collectives = BucketCollectives(job, control=control, bucket_schedules=schedules)
         self._starts = [bucket.parameters.clone() for bucket in self.buckets]
         self._outer = [OuterStep(one, self.optimizer, rule.outer) for one in self.buckets if rule.outer is not None]
         self._flight: Round | None = None
@@ -252,9 +253,7 @@ class LocalStepsUpdater(WholeUpdater):
         return self._party.make_reports() if self._party is not None else LocalReports()
 
     def begin_backward(self) -> None:
-        """Let the round that is under way go on, and raise what went wrong in it."""
-        if self._flight is not None:
-            self._flight.advance()
+        """Let the party, if it has several ranks, average gradients."""
         if self._party is not None:
             self._party.begin_backward()
 
@@ -289,8 +288,6 @@ class LocalStepsUpdater(WholeUpdater):
             if not self._rule.overlap:
                 self._land()
                 self._is_equal = len(self._fragments) == 1
-        elif self._flight is not None:
-            self._flight.advance()
 
     def end_period(self) -> None:
         """Follow the others' rounds until all ranks have called this; then all have the same parameters."""
@@ -342,17 +339,6 @@ class LocalStepsUpdater(WholeUpdater):
         self._starts.clear()
         self._outer.clear()
 
-    def divide_anew(self) -> None:
-        """Let parts move by the network's plan as it is now."""
-        if self._part_collectives is not self.collectives:
-            first = self._part_collectives.bucket_schedules[0].stream
-            self._part_collectives.enter(self.collectives.communicator, self._plan_parts(first))
-
-    def _plan_parts(self, first_stream: int) -> tuple[BucketSchedule, ...]:
-        plans = [part.plan for part in self._parts]
-        options = BucketScheduleOptions(is_divided=False)
-        return plan_bucket_schedules(self.collectives.communicator, plans, options, first_stream=first_stream)
-
     def _num_sends(self, step: int) -> int:
         """Return how many rounds have begun by the end of a step, spread evenly over each period."""
         return step * len(self._fragments) // self._rule.period
@@ -372,13 +358,14 @@ class LocalStepsUpdater(WholeUpdater):
             weight=weight,
             told=[ends, self.step_number],
             control=self.collectives.control,
-            start_sum=self._start_sum,
+            start_sum=partial(self._start_sum, self.step_number),
             label=f"a round of fragment {number}",
             is_coded=self.collectives.crossing is not None,
+            thread=self._part_collectives.thread,
         )
 
-    def _start_sum(self, plan: Bucket | BucketPlan, steps: torch.Tensor) -> Work:
-        return self._part_collectives.start(plan, Collective.ALL_REDUCE, self.step_number, values=steps)
+    def _start_sum(self, step: int, plan: Bucket | BucketPlan, steps: torch.Tensor) -> Work:
+        return self._part_collectives.start(plan, Collective.ALL_REDUCE, step, values=steps)
 
     @torch.no_grad()
     def _land(self) -> torch.Tensor:
@@ -412,14 +399,15 @@ def _open_party(setting: Setting, ranks: Sequence[int]) -> AllReduceUpdater | No
         return None
     job, plans = setting.collectives, [bucket.plan for bucket in setting.buckets]
     group = job.communicator.open_group(ranks, streams=setting.reserve_streams(2 + len(plans)))
-    first, options = group.user_stream + 1, BucketScheduleOptions(is_divided=False)
-    collectives = BucketCollectives(
-        group,
-        control=ControlStream(group, stream=first),
-        bucket_schedules=plan_bucket_schedules(group, plans, options, first_stream=first + 1),
-    )
+    first = group.user_stream + 1
+    control, schedules = ControlStream(group, stream=first), _plan_whole(group, plans, first + 1)
+    collectives = BucketCollectives(group, control=control, bucket_schedules=schedules)
     buckets, optimizer, tuner = setting.buckets, setting.optimizer, setting.tuner
     return AllReduceUpdater(Setting(buckets=buckets, optimizer=optimizer, collectives=collectives, tuner=tuner))
+
+
+def _plan_whole(job: Communicator, plans: Sequence[BucketPlan], first_stream: int) -> tuple[BucketSchedule, ...]:
+    return plan_bucket_schedules(job, plans, BucketScheduleOptions(is_divided=False), first_stream=first_stream)
 
 
 def _cut(buckets: Sequence[Bucket], num_fragments: int) -> list[BucketPart]:

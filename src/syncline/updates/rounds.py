@@ -8,13 +8,16 @@ meanwhile:
     1. all ranks tell each other their weights and how far their parameters have moved at most; NaN shows here
     2. each bucket's moves are summed, in steps that follow from the largest
 
-The sums begin when all have told, at the next :meth:`Round.advance`. Where nobody has moved there is nothing to sum.
+The sums begin when all have told, on a thread that is there for it or, without one, when the round is waited for. Where
+nobody has moved there is nothing to sum.
 :mod:`.local_steps` is a rule that is made of rounds; the period's end of the overlapped update is one, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +26,7 @@ import torch
 
 from syncline.errors import UpdateError, name_ranks
 from syncline.runtime.work import Work
+from syncline.runtime.worker_thread import WorkerThread
 from syncline.updates.bucket import Bucket, BucketPlan
 from syncline.updates.control import ControlStream
 from syncline.updates.flat import shares
@@ -92,7 +96,8 @@ class Round:
     """A round that this rank has begun; every rank begins the same one.
 
     ``told``: numbers of this rank that all are to see; ``start_sum`` begins to sum whole numbers of a bucket. With
-    ``is_coded`` it codes float32, and is given the moves themselves.
+    ``is_coded`` it codes float32, and is given the moves themselves. ``thread`` begins the sums as soon as all have
+    told; what goes wrong there does so again for who waits.
     """
 
     def __init__(
@@ -105,6 +110,7 @@ class Round:
         start_sum: Callable[[Bucket | BucketPlan, torch.Tensor], Work],
         label: str,
         is_coded: bool = False,
+        thread: WorkerThread | None = None,
     ) -> None:
         self.moves = moves
         self._is_coded = is_coded
@@ -116,6 +122,10 @@ class Round:
         self._rows[self._rank] = torch.tensor(row, dtype=torch.float64)
         self._telling = control.start_sum(self._rows, f"samples and moves in {label}")
         self._sums: list[_Sum] | None = None
+        self._lock = threading.Lock()
+        """Of whoever begins the sums."""
+        if thread is not None:
+            thread.submit(0, (self._telling,), self._begin_early)
 
     @property
     def weights(self) -> list[float]:
@@ -132,17 +142,12 @@ class Round:
         self._telling.wait()
         return self._rows[:, 1 : 1 + self._num_told]
 
-    def advance(self) -> None:
-        """Begin to sum, if all ranks have told; waits for nothing, and raises what went wrong."""
-        if self._sums is None and self._telling.done():
-            self._sums = self._begin()
-
     def wait(self) -> list[torch.Tensor]:
         """Return the mean of all ranks' parameters of each bucket; they themselves stay as they are.
 
         Raises :class:`UpdateError` on every rank if a parameter of any rank is not finite.
         """
-        sums = self._begin() if self._sums is None else self._sums
+        sums = self._begin()
         for one in sums:
             one.work.wait()  # all of them: what a rank saves after a loss is not half a mean
         means = [move.start.clone() for move in self.moves]
@@ -153,8 +158,19 @@ class Round:
                 from_steps(one.steps, move.start, exponent=one.exponent, out=mean)
         return means
 
+    def _begin_early(self) -> None:
+        with contextlib.suppress(Exception):  # it is the same for who waits
+            self._begin()
+
     def _begin(self) -> list[_Sum]:
+        """Begin to sum when all have told, unless another thread has."""
         self._telling.wait()
+        with self._lock:
+            if self._sums is None:
+                self._sums = self._start_sums()
+            return self._sums
+
+    def _start_sums(self) -> list[_Sum]:
         largest = self._rows[:, 1 + self._num_told :]
         _check_finite(largest)
         if not bool(largest.any()):
