@@ -27,6 +27,7 @@ from syncline.pytorch.growing_training import GrowingTraining
 from syncline.pytorch.installation import Installation
 from syncline.pytorch.notices import Notice, leaving_of
 from syncline.pytorch.optimizer import DistributedOptimizer
+from syncline.pytorch.rule_watch import RuleWatch
 from syncline.pytorch.samples import CountSamples, SampleCount
 from syncline.updates import Sharded, UpdateRule
 
@@ -93,6 +94,7 @@ def distribute(
     )
     distributed.heed = partial(heed, fleet, distributed)
     distributed.follower = follow_rates(installation)
+    distributed.rule_watch = RuleWatch(installation)
     fleet.on_close(installation.end)
     fleet.add_update(distributed.statistics, steps=distributed.count_steps)
     if save_on_failure is not None:

@@ -20,6 +20,7 @@ from syncline.pytorch.elastic_training import ElasticTraining
 from syncline.pytorch.following import RateFollower
 from syncline.pytorch.notices import Notice
 from syncline.pytorch.optimizer_state import divided_state
+from syncline.pytorch.rule_watch import RuleWatch
 from syncline.pytorch.training import Training
 from syncline.runtime.control import Tally
 from syncline.runtime.failures import STEP
@@ -77,6 +78,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.heed: Callable[[Mapping[int, Notice]], None] | None = None
         """Does what ranks were told of their end; set by who knows the fleet."""
         self.follower: RateFollower | None = None
+        self.rule_watch: RuleWatch | None = None
         """Plans again where the rates of links change."""
         self.last_save: dict[str, Any] | None = None
         """What ``save_checkpoint`` or ``resume`` was given last, beside model and optimizer."""
@@ -156,6 +158,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._growing.end_step()
         if self.follower is not None:
             self.follower.end_step()
+        if self.rule_watch is not None:
+            self.rule_watch.end_step()
         if notices and self.heed is not None and place == id(self.training):  # else the next step tells a larger job
             self.heed(notices)
         return loss

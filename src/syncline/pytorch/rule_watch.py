@@ -1,0 +1,86 @@
+"""What rank 0 says once, a minute after a training's first step: which other update rule would take less, or no more.
+
+Where links hold up steps of ``AllReduce`` or ``Sharded``, codes or local steps send less. Where they are fast, a rule
+that trades exactness for time gives it away for nothing. Computing and waiting are rank 0's own, as measured in that
+minute; what links need is the bound for all parameters on the topology, so that only what differs clearly is said.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from syncline.pytorch.installation import Installation
+from syncline.schedule import Collective, CostModel, lower_bound
+from syncline.tensors.codec import Codec
+from syncline.topology import Topology
+from syncline.units import format_duration
+from syncline.updates import AllReduce, LocalSteps, Sharded, UpdateRule
+from syncline.updates.compression import choose_sites, time_with_codes_s
+
+FIRST_S = 60.0
+MATTERS = 0.3
+"""Links that need a smaller part of a step hold nobody up so that another rule would be worth its price."""
+LESS, NO_MORE = 0.8, 1.05
+"""What a step by another rule takes at most, as a part of a step now: to be faster, and to be as fast."""
+_CODE_BITS = 8
+
+
+class RuleWatch:
+    """One training's; rank 0 alone speaks, and nothing is sent."""
+
+    def __init__(self, installation: Installation) -> None:
+        self._installation = installation
+        self._began: tuple[float, int, float] | None = None
+        self._is_over = False
+
+    def end_step(self) -> None:
+        """Take note of a step; after the first minute, say what there is to say."""
+        training, fleet = self._installation.training, self._installation.fleet
+        if self._is_over or training is None or fleet.rank != 0 or not fleet.topology.has_rates:
+            return
+        now_s, iteration = time.monotonic(), training.updater.iteration
+        if self._began is None:
+            self._began = now_s, iteration, sum(fleet.statistics().waited_s.values())
+        began_s, first, waited_before_s = self._began
+        if now_s - began_s < FIRST_S or iteration == first:
+            return
+        self._is_over = True
+        num_bytes = sum(each.nbytes for each in training.model.parameters() if each.requires_grad)
+        step_s = (now_s - began_s) / (iteration - first)
+        waited_s = (sum(fleet.statistics().waited_s.values()) - waited_before_s) / (iteration - first)
+        if told := other_rule(self._installation.rule, fleet.topology, num_bytes, step_s, min(waited_s, step_s)):
+            fleet.trace.instant(told, "lookout")
+            print(f"syncline: {told}", file=sys.stderr, flush=True)
+
+
+def other_rule(rule: UpdateRule, topology: Topology, num_bytes: int, step_s: float, waited_s: float) -> str:
+    """Say which rule would take less than a step that takes ``step_s``, ``waited_s`` of them waiting; "" if none."""
+    links_s = lower_bound(topology, Collective.ALL_REDUCE, num_bytes) / CostModel().payload_share
+    computed_s = step_s - waited_s
+    if not isinstance(rule, AllReduce | Sharded):
+        exact_s = computed_s + links_s  # nothing of it under the backward pass
+        if exact_s > NO_MORE * step_s:
+            return ""
+        return (
+            f"a step of {type(rule).__name__}() takes {format_duration(step_s)} on this network, and by prediction one "
+            f"of Sharded() at most {format_duration(exact_s)}, whose steps are those of one process over all batches"
+        )
+    if rule.compress != "off" or links_s < MATTERS * step_s:
+        return ""
+    local_s = max(computed_s, links_s / LocalSteps().period)
+    found = [f"{format_duration(local_s)} by LocalSteps()"] if local_s < LESS * step_s else []
+    sites, coded_s = choose_sites(topology, num_bytes, _CODE_BITS, None)
+    if sites and not topology.gateways:
+        coding_s = Codec(_CODE_BITS).measure_s_per_byte()
+        coded_s = time_with_codes_s(coded_s / CostModel().payload_share, num_bytes, coding_s, 1)
+        with_codes_s = computed_s + max(0.0, waited_s - max(0.0, links_s - coded_s))
+        if with_codes_s < LESS * step_s:
+            found.insert(0, f'{format_duration(with_codes_s)} by {type(rule).__name__}(compress="int8")')
+    if not found:
+        return ""
+    return (
+        f"for {format_duration(waited_s)} of a step's {format_duration(step_s)} rank 0 waits, and links need "
+        f"{format_duration(links_s)}; by prediction a step takes {', and '.join(found)}, which are not the same steps: "
+        "compare losses (`syncline advise` compares all rules)"
+    )
