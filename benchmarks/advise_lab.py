@@ -5,8 +5,7 @@
 
 On each shipped topology, and for each of three models (``advise_lab_rank.py``), every rule that ``advise`` names trains
 in the lab, one after the other in one job. A row is written for each as its job ends; jobs whose rows are there are not
-made again. The latency of a topology is left out of both, as the lab does not emulate it, and so is
-``priorities=False``, which is a setting of the job.
+made again. The latency of a topology is left out of both, as the lab does not emulate it.
 
 The processors of one machine stand for those of all hosts, which ``advise`` leaves out: fast networks are emulated in
 slow motion, with rates divided and computing multiplied by the same number (``SLOWLY``), predictions too.
@@ -44,7 +43,6 @@ NETWORKS = (
 )
 SLOWLY = {"two-sites": 1}
 """How many times slower a network and what is computed on it are; 3 for the others, which hold 2 cores a third busy."""
-LEFT_OUT = "priorities=False"
 TIED = 0.05
 """Rules whose steps differ by less are equally fast."""
 WITHIN = 0.15
@@ -66,7 +64,7 @@ def advice(network: Path, model: str, times: int) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "syncline.cli.main", "advise", str(network), "--model", spec, *compute, "--json"]
     environment = {**os.environ, TIMES: str(times)}
     told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
-    return [row for row in told["rules"] if LEFT_OUT not in row["name"]]
+    return list(told["rules"])
 
 
 def measure(topology: Topology, model: str, rules: list[str], folder: Path, times: int) -> dict[str, list[float]]:

@@ -1,11 +1,13 @@
 """``syncline advise``: how long a step of one model takes under each rule by prediction, and what would help more.
 
 A step computes for ``compute_s``, one part forward and two backward. What a rule reduces follows the backward pass,
-bucket after bucket, at the rate at which all buckets together are predicted to be reduced; what it gathers comes after
-that, or under the next forward pass, which waits for it (:mod:`syncline.priorities.forward_timing`), but not before
-links have carried both. The *exposed* time is what a step takes beyond computing. Times on links are those of
-``syncline plan``, and with codes those by which ``compress="auto"`` decides. Each change is predicted as the job
-itself is: all rules, the fastest of them.
+bucket after bucket, at the rate at which all buckets together are predicted to be reduced. What it gathers comes after
+that, or with ``overlap_forward=True`` under the next forward pass, which waits for it as in
+:mod:`syncline.priorities.forward_timing`, with one class: several have not been measured to be faster. Gathers begin in
+``step()``, but gradients go before all of them, so until the last is reduced they get what those leave of the links,
+and for what of the rear ones is begun then the front one waits. The *exposed* time is what a step takes beyond
+computing. Times on links are those of ``syncline plan``, and with codes those by which ``compress="auto"`` decides.
+Each change is predicted as the job itself is: all rules, the fastest of them.
 
 Left out: processors that are shared or busy, latency that the topology does not give, data, and the optimizer's step.
 """
@@ -32,9 +34,7 @@ from syncline.priorities.forward_timing import (
     ForwardProfile,
     assumed_issue_s,
     predict_forward,
-    search_classes,
 )
-from syncline.priorities.settings import Priorities
 from syncline.runtime.plans import Plans
 from syncline.schedule import Collective, CostModel, Prediction, lower_bound, with_gateways_chosen
 from syncline.schedule.cost import StepPrediction, predicted_slice_bytes
@@ -56,6 +56,8 @@ MOST_SENTENCES, MOST_HOSTS = 3, 16
 _CAPS: Mapping[float | None, str] = {1.25: "1.25", 2.0: "2", None: '"fastest"'}
 _STEP_PER_FORWARD = 1 + BACKWARD_PER_FORWARD
 _SHORTEST_S = 1e-9
+_LEAST_LEFT = 1e-6
+"""Of links, for gathers beside gradients: next to nothing, so that they keep the order in which they begin."""
 app = new_app()
 LONGEST_LINE, LINK_WIDTH = 29, 10
 """Of a rule's name, and what a link needs at least, so that all fits into 80 columns."""
@@ -77,7 +79,6 @@ class Moves:
     link_bytes: int
     is_awaited: bool = True
     """Whether ``step()`` waits for what is gathered; else the next forward pass does."""
-    has_classes: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,10 +173,9 @@ class Advice:
             replace(each, name=f"{each.name[:-1]}, overlap_forward=True)".replace("(, ", "("), is_awaited=False)
             for each in divided
         ]
-        one = replace(overlapped[0], name=f"{overlapped[0].name} with priorities=False", has_classes=False)
         rings = [_moved(RING, topology, result.prediction) for result in comparison.results if result.planner == "ring"]
         whole = _moved("AllReduce()", topology, comparison.winner.prediction)
-        return [whole, *self._coded(topology, "AllReduce", None), *divided, *overlapped, one, *rings]
+        return [whole, *self._coded(topology, "AllReduce", None), *divided, *overlapped, *rings]
 
     @cached_property
     def _backlog_bytes(self) -> int:
@@ -214,23 +214,20 @@ class Advice:
         )
 
     def _exposed_s(self, moves: Moves, forward_s: tuple[float, ...]) -> float:
-        total = sum(self.num_bytes)
-        issued_s = assumed_issue_s(self.num_bytes, forward_s, total / max(moves.reduce_s, _SHORTEST_S))
+        total, reduce_s = sum(self.num_bytes), max(moves.reduce_s, _SHORTEST_S)
+        begun_s = assumed_issue_s(self.num_bytes, forward_s, total / reduce_s)
+        reduced_s = begun_s[0]
         if moves.is_awaited:
-            return issued_s[0] + moves.gather_s
+            return reduced_s + moves.gather_s
+        left = max(_LEAST_LEFT, 1 - (moves.both_s - moves.gather_s) / reduce_s)
         profile = ForwardProfile(
             num_bytes=self.num_bytes,
             forward_s=forward_s,
-            issued_s=issued_s,
+            issued_s=tuple(reduced_s - left * (reduced_s - each_s) for each_s in begun_s),
             bytes_per_s=total / max(moves.gather_s, _SHORTEST_S),
             backlog_bytes=self._backlog_bytes,
         )
-        priorities = self.topology.priorities or Priorities()
-        one_s = predict_forward(profile, (0,) * len(self.num_bytes)).time_s
-        found_s = search_classes(profile, priorities.num_classes).time_s if moves.has_classes else one_s
-        awaited_s = (found_s if found_s <= (1 - priorities.min_gain) * one_s else one_s) - math.fsum(forward_s)
-        # nothing moves while the last layer computes: its parameters are the last to come, its gradient the first
-        return max(awaited_s, moves.both_s - _STEP_PER_FORWARD * math.fsum(forward_s[:-1]))
+        return predict_forward(profile, (0,) * len(begun_s)).time_s - math.fsum(forward_s)
 
     def _changes(self) -> Iterator[tuple[float, str]]:
         """Yield what each change gains in samples per second, and a sentence on it."""
@@ -445,7 +442,7 @@ def _rule_table(advice: Advice, batch: int | None) -> Table:
     for row in advice.rows:
         samples_per_s = advice.samples_per_s(row, batch)
         table.add_row(
-            row.name if len(row.name) <= LONGEST_LINE else row.name.replace(", ", ",\n  ").replace(" with", "\n  with"),
+            row.name if len(row.name) <= LONGEST_LINE else row.name.replace(", ", ",\n  "),
             format_duration(row.step_s),
             format_duration(row.exposed_s),
             format_size(row.state_bytes),
