@@ -7,8 +7,9 @@ On each shipped topology, and for each of three models (``advise_lab_rank.py``),
 in the lab, one after the other in one job. A row is written for each as its job ends; jobs whose rows are there are not
 made again. The latency of a topology is left out of both, as the lab does not emulate it.
 
-The processors of one machine stand for those of all hosts, which ``advise`` leaves out: fast networks are emulated in
-slow motion, with rates divided and computing multiplied by the same number (``SLOWLY``), predictions too.
+The processors of one machine stand for those of all hosts (``--one-machine``). What the emulated network takes of them
+``advise`` leaves out: fast networks are emulated in slow motion, with rates divided and computing multiplied by the
+same number (``SLOWLY``), predictions too; ``--slowly 1`` is their real pace.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def advice(network: Path, model: str, times: int) -> list[dict[str, Any]]:
     """Ask ``syncline advise`` as a user does; return its rules."""
     spec = f"{RANK}:{model.replace(' ', '_')}"
     compute = ["--compute", f"{times * sum(MODELS[model].forward_ms) * (1 + BACKWARD_PER_FORWARD)} ms"]
-    command = [sys.executable, "-m", "syncline.cli.main", "advise", str(network), "--model", spec, *compute, "--json"]
+    command = [sys.executable, "-m", "syncline.cli.main", "advise", str(network), "--model", spec, *compute]
+    command += ["--one-machine", "--json"]
     environment = {**os.environ, TIMES: str(times)}
     told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
     return list(told["rules"])
@@ -81,9 +83,9 @@ def measure(topology: Topology, model: str, rules: list[str], folder: Path, time
     return {row["rule"]: row["steps_s"] for row in found}
 
 
-def rows_of(network: str, model: str) -> Iterator[dict[str, Any]]:
+def rows_of(network: str, model: str, times: int) -> Iterator[dict[str, Any]]:
     """Yield one row for each rule."""
-    topology, times = Topology.load(network), SLOWLY.get(network, 3)
+    topology = Topology.load(network)
     early = Priorities(measure_steps=MEASURED_STEPS)
     topology = replace(topology, root=slowed(topology.root, times), priorities=early)
     with tempfile.TemporaryDirectory(prefix="syncline-advise-") as name:
@@ -136,6 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS))
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--slowly", type=int, help="how many times slower all is, in place of the networks' numbers")
     parser.add_argument("--to", type=Path)
     parser.add_argument("--tables", type=Path, help="print the tables of these rows, and measure nothing")
     options = parser.parse_args()
@@ -147,7 +150,7 @@ def main() -> None:
     for network in options.networks:
         for model in options.models:
             if (network, model) not in done:
-                made = list(rows_of(network, model))
+                made = list(rows_of(network, model, options.slowly or SLOWLY.get(network, 3)))
                 with options.to.open("a") as file:
                     file.writelines(json.dumps(row) + "\n" for row in made)
                 print(_job(network, model, made), flush=True)

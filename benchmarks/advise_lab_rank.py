@@ -3,9 +3,8 @@
 Its arguments are a model's name and a JSON list of rules as ``syncline advise`` writes them. Rank 0 prints a JSON
 object for each: the seconds of each of its steps, in a row, once priority classes are chosen where a rule has them.
 
-The models compute by sleeping, so that the processors of one machine stay free for what all ranks send: ``advise``
-leaves out that ranks share processors, and the optimizer's own step, for which plain SGD stands. What it knows of a
-model, the sizes of its layers and how long their forward passes take, is as real as of any other.
+The models compute by sleeping, so that the processors of one machine stay free for what all ranks send and step. What
+``advise`` knows of a model, the sizes of its layers and how long their forward passes take, is as real as of any other.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ def rule_of(text: str) -> Any:
 def train(name: str, rule: str) -> list[float]:
     """Return the seconds of each timed step, as this rank saw them."""
     model = MODELS[name].build()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-4)
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=1e-6)
     if rule == RING:
         model = DistributedDataParallel(model, bucket_cap_mb=1)
     else:

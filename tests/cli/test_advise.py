@@ -10,8 +10,10 @@ from rich.console import Console
 
 from syncline.cli.advice import RING, Advice, advise, show
 from syncline.cli.plan import compare_planners
+from syncline.cli.processors import Processors
 from syncline.cli.step_plan import plan_replicas, plan_step
 from syncline.errors import ConfigurationError, SynclineError
+from syncline.pytorch.model_profile import measure_model, measure_stepping
 from syncline.runtime.plans import Plans
 from syncline.schedule import Collective, CostModel
 from syncline.topology import Topology
@@ -24,10 +26,13 @@ SHIPPED = ["two-racks-5-3", "three-racks-uneven-uplinks", "flat-8", "deep-asymme
 HOME = "{{switch: s, children: [{{host: 'h[0-3]', uplink: 1 Gbit/s}}, {{host: home, uplink: {}}}]}}"
 
 
-def advice_on(topology, *, compute_s, num_bytes=BUCKETS, coding_s=None):
+def advice_on(topology, *, compute_s, num_bytes=BUCKETS, coding_s=None, **processors):
     network = Topology.load(topology) if isinstance(topology, str) else topology
     forward_s = (compute_s / 3 / len(num_bytes),) * len(num_bytes)
-    return Advice(topology=network, num_bytes=num_bytes, forward_s=forward_s, coding_s_per_byte=coding_s or {})
+    coding_s, cores = coding_s or {}, Processors(**processors)
+    return Advice(
+        topology=network, num_bytes=num_bytes, forward_s=forward_s, coding_s_per_byte=coding_s, processors=cores
+    )
 
 
 def row_of(advice, name):
@@ -188,6 +193,82 @@ def test_codes_are_counted_with_their_bits_and_what_coding_costs():
     assert row_of(dear, int8.name).step_s - int8.step_s == pytest.approx(sum(BUCKETS) * 1e-6, rel=1e-6)
 
 
+TWO_EACH = "{switch: s, children: [{host: 'h[0-3]', uplink: 1 Gbit/s, ranks: 2}]}"
+
+
+def test_ranks_that_want_more_cores_than_their_host_has_compute_as_much_longer():
+    alone = advice_on(Topology.parse(TWO_EACH), compute_s=0.5)
+    for num_cores, times in ((1, 2), (2, 1), (0.5, 4)):
+        crowded = advice_on(alone.topology, compute_s=0.5, num_cores=num_cores, computing=1.0)
+        longer = advice_on(alone.topology, compute_s=0.5 * times)
+        assert crowded.compute_s == 0.5
+        for row in crowded.rows:
+            assert row.step_s == pytest.approx(row_of(longer, row.name).step_s)
+            assert row.exposed_s == pytest.approx(row.step_s - 0.5)
+    shared = advice_on(alone.topology, compute_s=0.5, num_cores=2, computing=1.0, is_one_machine=True)
+    longer = advice_on(alone.topology, compute_s=0.5 * 8 / 2)
+    assert shared.best.step_s == pytest.approx(longer.best.step_s)
+
+
+def test_what_hosts_send_receive_and_step_takes_their_cores():
+    total, moved_s, stepped_s = sum(BUCKETS), 1e-6, 1e-7
+    costs = {"num_cores": 2, "moved_s_per_byte": moved_s, "stepped_s_per_byte": stepped_s}
+    flat = advice_on(Topology.flat(4, rate=1e12), compute_s=1e-9, **costs)
+    sent_s = 2 * 2 * 3 / 4 * total * moved_s / 2  # and received; 3/4 of all, to reduce and to gather
+    assert row_of(flat, "AllReduce()").step_s == pytest.approx(sent_s + total * stepped_s, rel=5e-3)
+    assert row_of(flat, "Sharded()").step_s == pytest.approx(sent_s + total / 4 * stepped_s, rel=5e-3)
+    one = advice_on(flat.topology, compute_s=1e-9, is_one_machine=True, **costs)
+    assert row_of(one, "AllReduce()").step_s == pytest.approx(4 * sent_s + 2 * total * stepped_s, rel=5e-3)
+    hosts = advice_on(Topology.parse(TWO_EACH), compute_s=1e-9, **costs)
+    inside_s = 2 * 2 * total * moved_s / 2
+    assert row_of(hosts, "AllReduce()").step_s == pytest.approx(sent_s + inside_s + total * stepped_s, rel=5e-3)
+
+
+def test_codes_take_the_cores_of_all_who_code():
+    coding_s, total = 1e-6, sum(BUCKETS)
+    enough, few = (
+        advice_on("flat-8", compute_s=0.1, coding_s={8: coding_s}, num_cores=cores, is_one_machine=True)
+        for cores in (64, 1)
+    )
+    name = 'AllReduce(compress="int8")'
+    assert row_of(few, name).step_s == pytest.approx(8 * coding_s * total, rel=0.02)
+    assert (
+        row_of(enough, name).step_s == row_of(advice_on("flat-8", compute_s=0.1, coding_s={8: coding_s}), name).step_s
+    )
+
+
+SLEEPY = """
+import time, torch
+class Sleepy(torch.nn.Linear):
+    def forward(self, x):
+        time.sleep(0.05)
+        return {"out": [super().forward(x)]}
+def make():
+    return Sleepy(4, 4), torch.ones(1, 4)
+def without_gradient():
+    model = Sleepy(4, 4)
+    model.forward = lambda x: x * 2
+    return model, torch.ones(1, 4)
+"""
+
+
+def test_what_a_model_keeps_busy_is_measured_and_who_sleeps_is_not(tmp_path):
+    (tmp_path / "sleepy.py").write_text(SLEEPY)
+    assert 0 < measure_model(f"{tmp_path}/sleepy.py:make").num_busy_cores < 0.5
+    assert measure_model(f"{tmp_path}/sleepy.py:without_gradient").num_busy_cores > 0
+    assert 0 < measure_stepping() < 1e-6
+
+
+def test_more_cores_are_advised_where_cores_hold_steps_up():
+    costs = {"computing": 1.0, "is_one_machine": True}
+    now, then = (advice_on("flat-8", compute_s=0.4, num_cores=cores, **costs) for cores in (2, 4))
+    assert now.sentences()[0] == (
+        f"With 4 cores on the machine a step takes {format_duration(then.best.step_s)} in place of "
+        f"{format_duration(now.best.step_s)} ({then.best.name})."
+    )
+    assert not any("cores" in each for each in advice_on("flat-8", compute_s=0.01, num_cores=2).sentences())
+
+
 def test_the_table_fits_into_80_columns_and_gateways_leave_out_what_cannot_keep_to_them():
     console = Console(record=True, width=80)
     text = "{switch: s, children: [{host: 'h[0-1]', uplink: 100 Mbit/s, ranks: 2, gateway: one}]}"
@@ -205,9 +286,14 @@ def test_programs_can_read_the_figures(tmp_path):
     )
     command = [sys.executable, "-m", "syncline.cli.main", "advise", "two-racks-5-3", "--model"]
     command += [f"{tmp_path}/model.py:make", "--compute", "0.25s", "--batch", "32", "--json"]
+    command += ["--cores", "3", "--one-machine", "--gpus"]
     shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert shown["compute_s"] == pytest.approx(0.25)
     assert shown["num_bytes"] == 4 * (512 * 512 + 512)
+    assert shown["processors"]["num_cores"] == 3
+    assert shown["processors"]["is_one_machine"]
+    assert 0 < shown["processors"]["moved_s_per_byte"] < 1e-6
+    assert shown["processors"]["stepped_s_per_byte"] == shown["processors"]["computing"] == 0
     first = shown["rules"][0]
     assert first["samples_per_s"] == pytest.approx(8 * 32 / first["step_s"])
     assert {"AllReduce()", "Sharded()", RING} <= {rule["name"] for rule in shown["rules"]}

@@ -9,14 +9,17 @@ and for what of the rear ones is begun then the front one waits. The *exposed* t
 computing. Times on links are those of ``syncline plan``, and with codes those by which ``compress="auto"`` decides.
 Each change is predicted as the job itself is: all rules, the fastest of them.
 
-Left out: processors that are shared or busy, latency that the topology does not give, data, and the optimizer's step.
+Cores are shared by what ranks compute, move, code and step (:mod:`syncline.cli.processors`).
+
+Left out: latency that the topology does not give, data, and what that module leaves out.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Annotated, Any
 
@@ -27,6 +30,7 @@ from rich.table import Table
 
 from syncline.cli.commands import new_app
 from syncline.cli.plan import answer, compare_planners
+from syncline.cli.processors import Processors
 from syncline.cli.step_plan import plan_replicas
 from syncline.errors import ConfigurationError
 from syncline.priorities.forward_timing import (
@@ -38,15 +42,15 @@ from syncline.priorities.forward_timing import (
 from syncline.runtime.plans import Plans
 from syncline.schedule import Collective, CostModel, Prediction, lower_bound, with_gateways_chosen
 from syncline.schedule.cost import StepPrediction, predicted_slice_bytes
-from syncline.schedule.replicas import find_parties
+from syncline.schedule.replicas import Replicas, find_parties
 from syncline.schedule.step_candidates import compare_caps, draft_sharded_steps
-from syncline.topology import DirectedLink, Host, Topology
+from syncline.topology import DirectedLink, Direction, Host, Topology
 from syncline.topology.tree import relinked
 from syncline.units import format_duration, format_rate, format_size, parse_duration
 
 ADAM_COPIES = 2
 """Numbers of optimizer state for each parameter."""
-RING = "DDP's ring"
+RING, WHOLE = "DDP's ring", "AllReduce()"
 PERIOD = 16
 """Of ``LocalSteps()``."""
 MATTERS = 0.05
@@ -56,6 +60,7 @@ MOST_SENTENCES, MOST_HOSTS = 3, 16
 _CAPS: Mapping[float | None, str] = {1.25: "1.25", 2.0: "2", None: '"fastest"'}
 _STEP_PER_FORWARD = 1 + BACKWARD_PER_FORWARD
 _SHORTEST_S = 1e-9
+_WAYS: tuple[Direction, ...] = ("up", "down")
 _LEAST_LEFT = 1e-6
 """Of links, for gathers beside gradients: next to nothing, so that they keep the order in which they begin."""
 app = new_app()
@@ -77,6 +82,12 @@ class Moves:
     link: DirectedLink | None
     """The busiest, None where none limits."""
     link_bytes: int
+    carried: tuple[Mapping[DirectedLink, float], ...]
+    """Bytes on each link: to reduce, and what is gathered by itself."""
+    coding_s: float = 0.0
+    """How long codes take beside what links take, for ranks that have a core each."""
+    coded_share: float = 0.0
+    """The part of the data that each rank codes."""
     is_awaited: bool = True
     """Whether ``step()`` waits for what is gathered; else the next forward pass does."""
 
@@ -105,6 +116,7 @@ class Advice:
     num_bytes: tuple[int, ...]
     forward_s: tuple[float, ...]
     coding_s_per_byte: Mapping[int, float]
+    processors: Processors = field(default_factory=Processors)
 
     @property
     def compute_s(self) -> float:
@@ -148,6 +160,7 @@ class Advice:
             "num_ranks": self.topology.num_ranks,
             "num_bytes": sum(self.num_bytes),
             "compute_s": self.compute_s,
+            "processors": asdict(self.processors),
             "rules": [
                 asdict(row)
                 | {"link": str(row.link) if row.link else None, "samples_per_s": self.samples_per_s(row, batch)}
@@ -165,7 +178,7 @@ class Advice:
         """What each rule moves."""
         topology, total = with_gateways_chosen(self.topology, sum(self.num_bytes)), sum(self.num_bytes)
         if topology.num_ranks == 1:
-            return [Moves(name="one rank alone", reduce_s=0.0, link=None, link_bytes=0)]
+            return [Moves(name=WHOLE, reduce_s=0.0, link=None, link_bytes=0, carried=({},))]
         comparison = compare_planners(topology, Collective.ALL_REDUCE, total)
         divided = [*_sharded(topology, total), *_replicated(topology, total)]
         divided += self._coded(topology, "Sharded", divided[0].shares)
@@ -174,7 +187,7 @@ class Advice:
             for each in divided
         ]
         rings = [_moved(RING, topology, result.prediction) for result in comparison.results if result.planner == "ring"]
-        whole = _moved("AllReduce()", topology, comparison.winner.prediction)
+        whole = _moved(WHOLE, topology, comparison.winner.prediction)
         return [whole, *self._coded(topology, "AllReduce", None), *divided, *overlapped, *rings]
 
     @cached_property
@@ -188,10 +201,12 @@ class Advice:
         for bits, coding_s in () if topology.gateways else self.coding_s_per_byte.items():
             sites, coded_s = choose_sites(topology, total, bits, shares)
             wire_s = coded_s / CostModel().payload_share
-            seconds = time_with_codes_s(wire_s, total, coding_s, len(self.num_bytes))
+            seconds = time_with_codes_s(wire_s, total, 0.0, len(self.num_bytes))
             crossing = crossing_bytes(topology, sites, total, bits, shares)
             link = max(crossing, key=lambda each: crossing[each] / topology.bytes_per_s(each))
             gather_s = seconds / 2 if rule == "Sharded" else 0.0
+            num_halves = 2 if gather_s else 1
+            carried = Counter(crossing) + Counter(_inside_sites(topology, sites, total))
             yield Moves(
                 name=f'{rule}(compress="int{bits}")',
                 reduce_s=seconds - gather_s,
@@ -200,18 +215,53 @@ class Advice:
                 shares=shares,
                 link=link,
                 link_bytes=round(crossing[link]),
+                carried=({each: size / num_halves for each, size in carried.items()},) * num_halves,
+                coding_s=coding_s * total,
+                coded_share=len(sites) / topology.num_ranks,
             )
 
     def _row(self, moves: Moves, forward_s: tuple[float, ...]) -> RuleStep:
-        exposed_s = self._exposed_s(moves, forward_s)
+        processors, total = self.processors, sum(self.num_bytes)
+        hosts = [[rank.rank for rank in host.ranks] for host in self.topology.hosts]
+        shares = moves.shares or (1.0,) * self.topology.num_ranks
+        stepping_s = [processors.stepped_s_per_byte * total * sum(shares[rank] for rank in ranks) for ranks in hosts]
+        coding_s = [moves.coding_s * moves.coded_share * len(ranks) for ranks in hosts]
+        moving_s = [self._moving_s(moves, half) for half in range(len(moves.carried))]
+        coded_s = max(moves.coding_s, processors.busiest_s(coding_s)) / len(moving_s)
+        halves_s = [processors.busiest_s(each) + coded_s for each in moving_s]
+        paced = replace(
+            moves,
+            reduce_s=moves.reduce_s + halves_s[0],
+            gather_s=moves.gather_s + sum(halves_s[1:]),
+            both_s=moves.both_s + sum(halves_s),
+        )
+        alone_s, num_ranks = _STEP_PER_FORWARD * math.fsum(forward_s), [len(ranks) for ranks in hosts]
+        stretch = processors.stretch(num_ranks)
+        step_s = stretch * alone_s + self._exposed_s(paced, tuple(stretch * each for each in forward_s))
+        step_s += max(processors.busiest_s(stepping_s), processors.stepped_s_per_byte * total * max(shares))
+        computing_s = [processors.computing * alone_s * count for count in num_ranks]
+        work_s = [sum(work) for work in zip(computing_s, stepping_s, coding_s, *moving_s, strict=True)]
+        step_s = max(step_s, processors.busiest_s(work_s))
         return RuleStep(
             name=moves.name,
-            step_s=_STEP_PER_FORWARD * math.fsum(forward_s) + exposed_s,
-            exposed_s=exposed_s,
-            state_bytes=round(ADAM_COPIES * max(moves.shares or (1.0,)) * sum(self.num_bytes)),
+            step_s=step_s,
+            exposed_s=step_s - alone_s,
+            state_bytes=round(ADAM_COPIES * max(moves.shares or (1.0,)) * total),
             link=moves.link,
             link_bytes=moves.link_bytes,
         )
+
+    def _moving_s(self, moves: Moves, half: int) -> list[float]:
+        """Return the core-seconds in which each host moves what is reduced, or gathered."""
+        carried, inside_bytes = moves.carried[half], 4 * sum(self.num_bytes) / len(moves.carried)
+        return [
+            self.processors.moved_s_per_byte
+            * (
+                sum(carried.get(DirectedLink(host.name, way), 0.0) for way in _WAYS)
+                + (len(host.ranks) - 1) * inside_bytes
+            )
+            for host in self.topology.hosts
+        ]
 
     def _exposed_s(self, moves: Moves, forward_s: tuple[float, ...]) -> float:
         total, reduce_s = sum(self.num_bytes), max(moves.reduce_s, _SHORTEST_S)
@@ -255,9 +305,10 @@ class Advice:
             f"With a batch twice as large, so that a step computes for {format_duration(2 * self.compute_s)}, it takes "
             f"{format_duration(larger.step_s)}: {_more(gain)} per second ({larger.name}).",
         )
+        yield from self._with_more_cores(now)
         yield from self._with_one_less(now)
         if best.exposed_s > self.compute_s and not self.topology.helpers:
-            whole = next(each for each in self._moves if each.name == "AllReduce()")
+            whole = next(each for each in self._moves if each.name == WHOLE)
             step_s = max(self.within_parties_s, whole.reduce_s / PERIOD)
             yield (
                 best.step_s / step_s - 1,
@@ -265,17 +316,28 @@ class Advice:
                 f"takes {format_duration(step_s)} {now}; it is another algorithm, whose loss is to be watched.",
             )
 
+    def _with_more_cores(self, now: str) -> Iterator[tuple[float, str]]:
+        num_cores = 2 * self.processors.num_cores
+        more = replace(self, processors=replace(self.processors, num_cores=num_cores)).best
+        where = "on the machine" if self.processors.is_one_machine else "on each host"
+        yield (
+            self.best.step_s / more.step_s - 1,
+            f"With {num_cores:g} cores {where} a step takes {format_duration(more.step_s)} {now} ({more.name}).",
+        )
+
     @property
     def within_parties_s(self) -> float:
         """What a step of ``LocalSteps()`` takes whose rounds take nothing: each party averages its own gradients."""
         return max(map(self._party_s, find_parties(self.topology, "auto")))
 
     def _party_s(self, ranks: Sequence[int]) -> float:
-        if len(ranks) == 1:
-            return self.compute_s
-        party = self.topology.restricted(ranks)
-        prediction = compare_planners(party, Collective.ALL_REDUCE, sum(self.num_bytes)).winner.prediction
-        return self._row(_moved("AllReduce()", party, prediction), self.forward_s).step_s
+        processors, party = self.processors, self.topology.restricted(ranks)
+        if processors.is_one_machine:
+            cores = processors.num_cores * len(ranks) / self.topology.num_ranks  # the other parties have the rest
+            processors = replace(processors, num_cores=cores)
+        return next(
+            row for row in replace(self, topology=party, processors=processors).rows if row.name == WHOLE
+        ).step_s
 
     def _with_one_less(self, now: str) -> Iterator[tuple[float, str]]:
         """Predict the job without the host whose loss leaves most, by the bound: of hosts that are alike the first."""
@@ -352,7 +414,14 @@ def _moved(
     parts = [first] if second is None else [first, second]
     busy_s = {link: sum(part.link_s[link] for part in parts) for link in first.link_s}
     link = max(busy_s, key=busy_s.__getitem__)
-    carried = busy_s[link] * topology.bytes_per_s(link) * CostModel().payload_share if busy_s[link] else 0.0
+    carried = [
+        {
+            each: topology.bytes_per_s(each) * CostModel().payload_share * part.link_s[each]
+            for each in busy_s
+            if busy_s[each]
+        }
+        for part in parts
+    ]
     return Moves(
         name=name,
         reduce_s=first.time_s,
@@ -360,8 +429,20 @@ def _moved(
         both_s=0.0 if second is None else StepPrediction(reduce_scatter=first, all_gather=second).overlapped_s,
         shares=shares,
         link=link if busy_s[link] else None,
-        link_bytes=round(carried),
+        link_bytes=round(sum(each.get(link, 0.0) for each in carried)),
+        carried=tuple(carried),
     )
+
+
+def _inside_sites(topology: Topology, sites: Replicas, total: int) -> dict[DirectedLink, float]:
+    """Return the bytes on the links of hosts that are summed and gathered in full precision inside of sites."""
+    inside = {}
+    for site in sites:
+        hosts = {topology.host_of(rank).name for rank in site}
+        for host in hosts:
+            for way in _WAYS:
+                inside[DirectedLink(host, way)] = 2 * total * (len(hosts) - 1) / len(hosts)
+    return inside
 
 
 @app.command()
@@ -385,12 +466,26 @@ def advise(
     batch: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Samples of each rank in a step, for samples per second.")
     ] = None,
+    cores: Annotated[
+        float | None,
+        typer.Option(min=0.1, metavar="N", help="Cores of each host, shared by its ranks. Default: this machine's."),
+    ] = None,
+    one_machine: Annotated[
+        bool, typer.Option("--one-machine", help="All hosts share these cores, as in the lab and the demo.")
+    ] = False,
+    gpus: Annotated[
+        bool,
+        typer.Option(
+            "--gpus", help="Ranks compute and step on GPUs, which takes no cores. Default: if the model does."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures for programs.")] = False,
 ) -> None:
     """Show which update rule is fastest for a model by prediction, and what would help more.
 
-    Steps are predicted for an idle network. Left out are processors that are shared or busy, latency that the topology
-    does not give, data, and the optimizer's own step.
+    Steps are predicted for an idle network, and for cores that nothing else uses. What ranks take of these to compute,
+    move and code is measured here, and Adam's step as well. Left out are latency that the topology does not give, data,
+    and what an emulated network takes of the same cores.
     """
     network, compute_s = Topology.load(topology), None if compute is None else parse_duration(compute)
     if compute_s == 0:
@@ -401,11 +496,15 @@ def advise(
             "one of several ranks, with rates, or measure it with `syncline topology measure`"
         )
     advice = _measure(network, model, compute_s)
+    told: dict[str, Any] = {"num_cores": cores} if cores is not None else {}
+    told |= {"computing": 0.0, "stepped_s_per_byte": 0.0} if gpus else {}
+    advice = replace(advice, processors=replace(advice.processors, is_one_machine=one_machine, **told))
     answer(advice.to_json(batch), partial(show, advice, batch), as_json=as_json)
 
 
 def _measure(network: Topology, model: str, compute_s: float | None) -> Advice:
-    from syncline.pytorch.model_profile import measure_model
+    from syncline.machines.measurement import read_limits, usable_cores
+    from syncline.pytorch.model_profile import measure_model, measure_moving, measure_stepping
     from syncline.tensors.codec import Codec
 
     profile = measure_model(model)
@@ -414,7 +513,18 @@ def _measure(network: Topology, model: str, compute_s: float | None) -> Advice:
         part = compute_s / (1 + BACKWARD_PER_FORWARD) / sum(forward_s)
         forward_s = tuple(part * seconds for seconds in forward_s)
     coding_s = {bits: Codec(bits).measure_s_per_byte() for bits in (8, 4)}
-    return Advice(topology=network, num_bytes=profile.num_bytes, forward_s=forward_s, coding_s_per_byte=coding_s)
+    return Advice(
+        topology=network,
+        num_bytes=profile.num_bytes,
+        forward_s=forward_s,
+        coding_s_per_byte=coding_s,
+        processors=Processors(
+            num_cores=usable_cores(read_limits()),
+            computing=profile.num_busy_cores,
+            moved_s_per_byte=measure_moving(),
+            stepped_s_per_byte=measure_stepping() if profile.num_busy_cores else 0.0,
+        ),
+    )
 
 
 def show(advice: Advice, batch: int | None, console: Console) -> None:
@@ -422,6 +532,7 @@ def show(advice: Advice, batch: int | None, console: Console) -> None:
     console.print(
         f"{format_size(sum(advice.num_bytes))} of parameters in {len(advice.num_bytes)} buckets, "
         f"{advice.topology.num_ranks} ranks; a step computes for {format_duration(advice.compute_s)}\n"
+        f"{advice.processors}\n"
     )
     console.print(_rule_table(advice, batch))
     for sentence in advice.sentences():

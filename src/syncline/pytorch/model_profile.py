@@ -1,4 +1,4 @@
-"""How long each bucket's part of a forward pass takes on this machine alone: for plans made before a training."""
+"""What a model and its steps take on this machine alone, in seconds and core-seconds: for plans made before a job."""
 
 from __future__ import annotations
 
@@ -7,20 +7,35 @@ import importlib.util
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from syncline.errors import ConfigurationError
+from syncline.fabric import FabricOptions
+from syncline.priorities.forward_timing import BACKWARD_PER_FORWARD
 from syncline.priorities.meter import StepMeter
 from syncline.pytorch.flatten import check_parameters, flatten, plan_model
+from syncline.pytorch.stores import LocalStore
 from syncline.pytorch.waiting import WaitingParameters
+from syncline.runtime import Communicator
+from syncline.schedule import Collective
+from syncline.tensors.memory import summands_of
+from syncline.topology import Topology
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
 
 NUM_PASSES = 5
+NUM_RANKS, MOVED_BYTES = 4, 1 << 20
+NUM_STEPPED, STEPPED_BYTES = 4, 1 << 20
+"""Parameters, and the bytes of each."""
+NUM_RUNS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +46,9 @@ class ModelProfile:
     """The first parameter of each bucket, and how many more there are."""
     num_bytes: tuple[int, ...]
     forward_s: tuple[float, ...]
+    num_busy_cores: float
+    """What computing keeps busy of this machine's: core-seconds of a forward and a backward pass on one thread, over
+    the time of the fastest; 0 where parameters are on an accelerator."""
 
 
 def measure_model(spec: str, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> ModelProfile:
@@ -53,13 +71,83 @@ def measure_model(spec: str, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Mod
     for _ in range(2):  # to warm up
         model(*arguments)
     passes = [_measure(meter, waiting, lambda: model(*arguments), len(plans)) for _ in range(NUM_PASSES)]
+    forward_s = tuple(statistics.median(column) for column in zip(*passes, strict=True))
+    is_here = all(plan.device.type == "cpu" for plan in plans)
     return ModelProfile(
         names=tuple(
             plan.slots[0].name + (f" and {len(plan.slots) - 1} more" if len(plan.slots) > 1 else "") for plan in plans
         ),
         num_bytes=tuple(plan.num_bytes for plan in plans),
-        forward_s=tuple(statistics.median(column) for column in zip(*passes, strict=True)),
+        forward_s=forward_s,
+        num_busy_cores=_busy_cores(model, arguments, min(map(sum, passes))) if is_here else 0.0,
     )
+
+
+def _busy_cores(model: nn.Module, arguments: tuple[Any, ...], forward_s: float) -> float:
+    """Return the mean of both passes; of the forward pass alone, if nothing that it returns has a gradient."""
+    has_backward = False
+
+    def run() -> None:
+        nonlocal has_backward
+        model.zero_grad()
+        outputs = [each for each in _tensors(model(*arguments)) if each.requires_grad]
+        if has_backward := bool(outputs):
+            torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+
+    worked_s = least_core_s(run, num_runs=3)
+    return worked_s / ((1 + BACKWARD_PER_FORWARD if has_backward else 1) * forward_s)
+
+
+def _tensors(output: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors of what a model returned."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from _tensors(list(output.values()))
+    elif isinstance(output, (list, tuple)):
+        for each in output:
+            yield from _tensors(each)
+
+
+def measure_moving() -> float:
+    """Return the core-seconds that a byte takes which is sent or received, sums included: the best of a few runs."""
+    options = FabricOptions(secret=bytes(32), authenticate_frames=True, shares_memory=False, address="127.0.0.1")
+    topology, store = Topology.flat(NUM_RANKS, rate=1.25e9), LocalStore()
+    connect = partial(Communicator.connect, world_size=NUM_RANKS, topology=topology, store=store, options=options)
+    with ThreadPoolExecutor(NUM_RANKS) as pool, ExitStack() as stack:
+        connecting = [pool.submit(connect, rank=rank) for rank in range(NUM_RANKS)]
+        ranks = [stack.enter_context(each.result()) for each in connecting]
+        schedule = ranks[0].plan(Collective.ALL_REDUCE, MOVED_BYTES)
+        summands = [summands_of(torch.zeros(MOVED_BYTES // 4)) for _ in ranks]
+
+        def run() -> None:
+            works = [rank.start(schedule, *each) for rank, each in zip(ranks, summands, strict=True)]
+            for work in works:
+                work.wait()
+
+        return least_core_s(run, num_runs=NUM_RUNS) / (4 * (NUM_RANKS - 1) * MOVED_BYTES)
+
+
+def measure_stepping() -> float:
+    """Return the core-seconds that Adam takes for a byte of parameters."""
+    parameters = [torch.nn.Parameter(torch.zeros(STEPPED_BYTES // 4)) for _ in range(NUM_STEPPED)]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    return least_core_s(torch.optim.Adam(parameters).step, num_runs=NUM_RUNS) / (NUM_STEPPED * STEPPED_BYTES)
+
+
+def least_core_s(run: Callable[[], object], *, num_runs: int) -> float:
+    """Return the least core-seconds that this process takes for one run, on one thread: those that wait spin."""
+    num_threads, times_s = torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    try:
+        for _ in range(num_runs):
+            begun_s = time.process_time()
+            run()
+            times_s.append(time.process_time() - begun_s)
+    finally:
+        torch.set_num_threads(num_threads)
+    return min(times_s)
 
 
 def _measure(
