@@ -1,9 +1,9 @@
 """Local steps: each party trains by itself, and what it has changed is averaged with the others' once a period.
 
-The parameters are divided into *fragments* of about the same size, for which large buckets are cut, as the largest says
-how fast links must be. Their rounds come one after the other, evenly over a period. With ``overlap`` a fragment's sum
-is on its way while the next batches are computed, and is merged when the next fragment goes: at a step that is the same
-on all ranks, however long it took. What a rank has moved meanwhile stays on top,
+The parameters are divided into *fragments* of the same size, for which buckets are cut, as the largest says how fast
+links must be. Their rounds come one after the other, evenly over a period. With ``overlap`` a fragment's sum is on its
+way while the next batches are computed, and is merged when the next fragment goes: at a step that is the same on all
+ranks, however long it took. What a rank has moved meanwhile stays on top,
 
     parameters = what the round makes of the global ones + (parameters now - parameters that were sent)
 
@@ -57,7 +57,7 @@ from syncline.updates.state import StateOfRank, StateSource, key_of_rank
 
 VELOCITY = "outer_velocity"
 LEAST_BYTES = 128 * 1024
-"""Of a bucket that is cut: what is less costs its calls, and not its bytes."""
+"""Of a fragment for which buckets are cut: what is less costs its calls, and not its bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +149,8 @@ class LocalSteps(WholeRule):
     host each rank is a party). The ranks of a party average their gradients in every batch, as with ``AllReduce()``, so
     that fewer parties drift apart, and slow links carry less. Others are named as with ``Sharded(replicate=)``; None:
     each rank. ``compress``: what slow links carry of rounds, as with :class:`Sharded`.
-    ``bucket_bytes``: how much moves together, about; a bucket that is larger than a fragment is cut for rounds, but not
-    if they are compressed.
+    ``bucket_bytes``: how much moves together, about; rounds cut buckets where a fragment ends, but not if they are
+    compressed.
 
     The user's optimizer steps; its state is each rank's own. Parameters are equal on all ranks when
     ``optimizer.end_period()`` has returned, which :func:`save_checkpoint` calls by itself; call it before you evaluate.
@@ -411,16 +411,24 @@ def _plan_whole(job: Communicator, plans: Sequence[BucketPlan], first_stream: in
 
 
 def _cut(buckets: Sequence[Bucket], num_fragments: int) -> list[BucketPart]:
-    """Cut what is larger than one of so many equal fragments into equal parts, in forward order."""
-    most = max(LEAST_BYTES, sum(bucket.plan.num_bytes for bucket in buckets) / num_fragments)
+    """Cut buckets where one of so many equal fragments ends and the next begins, in forward order.
+
+    Not where that leaves less than a sixteenth of a fragment, which costs its calls; nor into fragments of fewer bytes
+    than :data:`LEAST_BYTES`.
+    """
+    total = sum(bucket.plan.num_bytes for bucket in buckets)
+    count, before = min(num_fragments, math.ceil(total / LEAST_BYTES)), 0
     parts: list[BucketPart] = []
     for bucket in buckets:
-        count, size = math.ceil(bucket.plan.num_bytes / most), bucket.plan.num_elements
-        for start, stop in pairwise(size * number // count for number in range(count + 1)):
+        size, num_bytes = bucket.plan.num_elements, bucket.plan.num_bytes
+        ends = ((total * number // count - before) * size // num_bytes for number in range(1, count))
+        cuts = [end for end in ends if total * size < 16 * count * num_bytes * min(end, size - end)]
+        for start, stop in pairwise([0, *cuts, size]):
             shape = (stop - start,)
             whole = Slot(name=f"{start} to {stop}", position=0, start=0, stop=shape[0], shape=shape, stride=(1,))
             plan = replace(bucket.plan, index=len(parts), slots=(whole,))
             parts.append(BucketPart(bucket=bucket, start=start, stop=stop, plan=plan))
+        before += num_bytes
     return parts
 
 
