@@ -10,7 +10,6 @@ save when it is told to end; ``slurm/nanogpt.sh`` does so.
 
 import argparse
 import contextlib
-import functools
 import time
 
 import torch
@@ -55,11 +54,6 @@ def main() -> None:
         model, optimizer = syncline.distribute(model, adamw, update=syncline.Sharded(), samples="batch")
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(step, arguments.steps))
         begin = syncline.resume(arguments.folder, model, optimizer, schedule=schedule)
-        save = functools.partial(
-            syncline.save_checkpoint, arguments.folder, model, optimizer, keep=2, wait=False, schedule=schedule
-        )
-        if begin.iteration == 0:
-            save()  # from now on a rank that is told to end saves as this does
         began_s, shown = time.monotonic(), begin.iteration
         if fleet.rank == 0:
             print(f"begins after step {begin.iteration} of {arguments.steps}", flush=True)
@@ -89,7 +83,7 @@ def main() -> None:
                 if fleet.rank == 0:
                     print(f"step {num_done}: loss {mean_loss.item():.3f}, {speed:,.0f} tokens/s", flush=True)
             if num_done % SAVE_EVERY == 0 or is_last:
-                save()
+                syncline.save_checkpoint(arguments.folder, model, optimizer, keep=2, wait=False, schedule=schedule)
 
 
 if __name__ == "__main__":

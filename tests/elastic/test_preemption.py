@@ -198,3 +198,48 @@ def test_the_launcher_gives_ranks_the_time_to_save(whom, number, tmp_path: Path)
     assert "all ranks have saved" in job.stderr
     model = nn.Linear(2, 2)
     assert syncline.resume(tmp_path / "run1", model, torch.optim.SGD(model.parameters(), lr=0.1)).iteration >= 4
+
+
+KEEPING = """
+import os, signal, sys, torch, syncline
+torch.set_num_threads(1)
+with syncline.init(on_preemption="checkpoint") as fleet:
+    model = torch.nn.Linear(2, 2)
+    model, optimizer = syncline.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    begin = syncline.resume("run1", model, optimizer)
+    for step in range(begin.iteration, 8):
+        model(torch.randn(1, 2)).sum().backward()
+        if step == int(sys.argv[1]) and fleet.rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step >= 4:
+            syncline.save_checkpoint("run1", model, optimizer, keep=int(sys.argv[2]))
+"""
+
+
+def test_a_job_that_keeps_checkpoints_goes_on_after_a_notice_before_its_first(tmp_path: Path):
+    (tmp_path / "train.py").write_text(KEEPING)
+
+    def run(notice_at, keep):
+        command = [Path(sys.executable).with_name("syncline"), "run", "--ranks", "2", "train.py", notice_at, keep]
+        job = subprocess.run(map(str, command), cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        return job.returncode, [path.name[-2:] for path in sorted((tmp_path / "run1").glob("iteration-*"))]
+
+    assert run(1, 3) == (TOLD_TO_END, [])
+    assert syncline.resume(tmp_path / "run1", nn.Linear(2, 2)).iteration in {2, 3}
+    assert run(-1, 3) == (0, ["06", "07", "08"])
+    assert [path.name for path in tmp_path.glob("run1*")] == ["run1"]
+
+
+def test_a_notice_before_the_first_save_after_a_restart_removes_no_checkpoint_that_is_kept(tmp_path):
+    model, optimizer = make()
+    for iteration in (1, 2, 3):
+        syncline.save_checkpoint(tmp_path / "run", model, optimizer, iteration=iteration, keep=3)
+    results = run_fleets(
+        2,
+        lambda fleet: train(fleet, syncline.AllReduce(), {1: 0}, Notice.CHECKPOINT, folder=tmp_path / "run"),
+        accept=SystemExit,
+    )
+    assert [result.code for result in results] == [TOLD_TO_END] * 2
+    assert len(list((tmp_path / "run").glob("iteration-*"))) == 4

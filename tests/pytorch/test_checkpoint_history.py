@@ -102,9 +102,24 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="plain optimizer does not count"):
         syncline.save_checkpoint(tmp_path / "run1", model, keep=1)
     assert not (tmp_path / "run1").exists()
-    syncline.save_checkpoint(tmp_path / "run1", model)
-    with pytest.raises(CheckpointError, match="itself a checkpoint"):
-        syncline.save_checkpoint(tmp_path / "run1", model, iteration=1, keep=1)
+    (tmp_path / "run2").write_text("")
+    with pytest.raises(CheckpointError, match="a file; with keep="):
+        syncline.save_checkpoint(tmp_path / "run2", model, iteration=1, keep=1)
+
+
+def test_a_single_checkpoint_gives_way_to_those_that_are_kept(tmp_path):
+    model, path = make(), tmp_path / "run1"
+    syncline.save_checkpoint(path, model, extra=1)
+    for iteration, newest_first in ((2, [2, 1]), (3, [3, 2])):  # the second of two that are kept ends the single one
+        syncline.save_checkpoint(path, model, extra=iteration, iteration=iteration, keep=2)
+        assert [syncline.load_checkpoint(each, model) for each in places.candidates(path)] == newest_first
+
+
+def test_a_single_checkpoint_is_whole_if_the_first_that_is_kept_is_cut_off(tmp_path):
+    model, path = make(), tmp_path / "run1"
+    syncline.save_checkpoint(path, model, extra=1)
+    places.begin(places.place_of(path, 2))
+    assert syncline.load_checkpoint(path, model) == 1
 
 
 class Sampler:

@@ -1,7 +1,8 @@
 """A checkpoint's folder: what is called how, and when one is whole.
 
 ``run1`` is one checkpoint, beside the one before it, or a folder of ``iteration-0000000120``, ``iteration-0000000140``
-and so on (``keep=``). What is not named so is left alone.
+and so on (``keep=``). What is not named so is left alone. Where there is one, and the next is to be kept in such a
+folder, it becomes the one before.
 
 While a checkpoint is written it is called ``NAME.writing``. When everything is on the disk, the one that was there
 becomes ``NAME.previous``, and the new one ``NAME``. At every moment, one of them is whole. What is to be removed is
@@ -53,6 +54,8 @@ def begin(path: Path) -> Path:
     is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     if not is_free and not (path / MANIFEST).is_file():
         raise CheckpointError(f"{path} is there, but no checkpoint (no {MANIFEST} in it); name a place of its own")
+    if _NAME.fullmatch(path.name) and (path.parent / MANIFEST).is_file():
+        _put_aside(path.parent)
     folder = writing_folder(path)
     shutil.rmtree(folder, ignore_errors=True)
     new = [parent for parent in folder.parents if not parent.exists()]
@@ -69,13 +72,18 @@ def discard(path: Path) -> None:
 
 def commit(path: Path) -> None:
     """Put the folder in its place, whose files are all on the disk."""
-    folder, previous = writing_folder(path), previous_folder(path)
+    folder = writing_folder(path)
     _sync_folder(folder)
     if path.exists():
-        remove(previous)
-        path.rename(previous)
+        _put_aside(path)
     folder.rename(path)
     _sync_folder(path.parent)
+
+
+def _put_aside(path: Path) -> None:
+    """Let a checkpoint be the one before, in whose place another comes."""
+    remove(previous_folder(path))
+    path.rename(previous_folder(path))
 
 
 def remove(folder: Path) -> None:
@@ -106,22 +114,23 @@ def superseded_folder(path: Path) -> Path:
 
 
 def check_keepable(folder: Path) -> None:
-    """Raise :class:`CheckpointError` if ``folder`` cannot hold the last few checkpoints, since it is one itself."""
-    if is_checkpoint(folder) or (folder.exists() and not folder.is_dir()):
+    """Raise :class:`CheckpointError` if ``folder`` cannot hold the last few checkpoints, nor become the one before."""
+    if (is_checkpoint(folder) and not (folder / MANIFEST).is_file()) or (folder.exists() and not folder.is_dir()):
         raise CheckpointError(
-            f"{folder} is itself a checkpoint or a file; with keep= it is a folder of checkpoints: name another one"
+            f"{folder} is another program's checkpoint or a file; with keep= it is a folder of checkpoints: name "
+            "another one"
         )
 
 
-def has_several(folder: Path) -> bool:
-    """Whether checkpoints are kept in ``folder`` by their iterations."""
-    return bool(_iterations(folder))
+def num_kept(folder: Path) -> int:
+    """Return how many checkpoints are kept in ``folder`` by their iterations."""
+    return len(_iterations(folder))
 
 
 def candidates(path: Path) -> list[Path]:
-    """Return what may be loaded, the newest first: ``path`` itself, the one before it, or those in it."""
-    folders = [folder for folder in (path, previous_folder(path)) if is_checkpoint(folder)]
-    return folders + sorted(_iterations(path), key=_iteration_of, reverse=True)
+    """Return what may be loaded, the newest first: ``path`` itself or those in it, and the one before."""
+    kept = sorted(_iterations(path), key=_iteration_of, reverse=True)
+    return [*filter(is_checkpoint, [path]), *kept, *filter(is_checkpoint, [previous_folder(path)])]
 
 
 def find(path: Path) -> Path:
@@ -137,15 +146,12 @@ def prune(newest: Path, *, keep: int) -> None:
     Those of later iterations are of a training that went back behind them: they are put aside, and nothing is lost.
     """
     last = _iteration_of(newest)
-    earlier: list[Path] = []
     for path in _iterations(newest.parent):
         if _iteration_of(path) > last:
             aside = superseded_folder(path)
             remove(aside)
             path.rename(aside)
-        else:
-            earlier.append(path)
-    for path in sorted(earlier, key=_iteration_of)[:-keep]:
+    for path in candidates(newest.parent)[keep:]:
         remove(path)
     for path in newest.parent.iterdir():
         if _LEFT_OVER.fullmatch(path.name):

@@ -145,8 +145,8 @@ def resume(
     3
     """
     if isinstance(optimizer, DistributedOptimizer):
-        keep = 2 if place.has_several(Path(path)) else None
-        optimizer.last_save = optimizer.last_save or {"path": path, "keep": keep, **parts}
+        num_kept = place.num_kept(Path(path))  # a notice before the first save removes none of them
+        optimizer.last_save = optimizer.last_save or {"path": path, "keep": num_kept + 1 if num_kept else None, **parts}
     growing = optimizer.growing if isinstance(optimizer, DistributedOptimizer) else None
     if growing is not None:
         growing.offer_parts = partial(encode_parts, parts)

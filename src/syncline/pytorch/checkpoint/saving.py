@@ -95,7 +95,7 @@ def save_alone(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *
     """
     from syncline.pytorch.checkpoint.manifest import is_whole  # takes a while to load
 
-    if place.has_several(path):
+    if place.num_kept(path):
         path = place.place_of(path, iteration)
         if is_whole(path):
             return path
