@@ -16,6 +16,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
 
@@ -61,8 +62,8 @@ class Place:
 
 
 Launcher = Callable[[Mapping[str, str]], Place | None]
-"""From a process's variables to its place; None if that launcher did not start it, and :class:`ConfigurationError` if
-what it says leaves the place open."""
+"""From a process's variables to its place; None if that launcher did not start it as one of several, and
+:class:`ConfigurationError` if what it says leaves the place open."""
 
 
 def check_place(place: Place, name: str) -> Place:
@@ -103,6 +104,19 @@ def derive_port(job: int | str, step: int = 0) -> int:
     return _FIRST_PORT + (number * _NEXT_JOB + step) % _NUM_PORTS
 
 
+def _numbered(values: Mapping[str, str], size: str, rank: str, start: str, **more: Any) -> Place | None:
+    """Return the place that two variables tell, ``more`` of it beside; None unless the process is one of several.
+
+    ``start`` says how to start it where it has no number.
+    """
+    world_size = whole_number(values, size, 1)
+    if world_size <= 1:
+        return None
+    if not values.get(rank):
+        raise ConfigurationError(f"{size} is {values[size]!r}, but {rank} is not set; {start}")
+    return check_place(Place(rank=whole_number(values, rank, 0), world_size=world_size, source=size, **more), rank)
+
+
 # Slurm's ``srun``: which task of its step a process is, and where task 0 runs.
 #
 # Outside a step (a batch script, the shell of ``salloc``) the variables of the allocation look much the same, down to
@@ -113,6 +127,7 @@ def derive_port(job: int | str, step: int = 0) -> int:
 
 
 _SIZE = "SLURM_STEP_NUM_TASKS"
+_USE_SRUN = f"Slurm did not start this process as one of several: start it with srun, or {START_RANKS}"
 _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 
@@ -129,18 +144,14 @@ def srun(values: Mapping[str, str]) -> Place | None:
     if not values.get(_SIZE):
         _check_allocation(values)
         return None
-    world_size = whole_number(values, _SIZE, 1)
-    if world_size == 1:
-        return Place(rank=0, world_size=1, source=_SIZE, host=values.get("SLURMD_NODENAME") or None)
-    if not values.get("SLURM_PROCID"):
-        raise _not_by_srun(_SIZE, str(world_size), "SLURM_PROCID")
     nodes = _nodes(values)
     is_ordered = not values.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
     is_known = bool(nodes) and (is_ordered or len(nodes) == 1)
-    place = Place(
-        rank=whole_number(values, "SLURM_PROCID", 0),
-        world_size=world_size,
-        source=_SIZE,
+    return _numbered(
+        values,
+        _SIZE,
+        "SLURM_PROCID",
+        _USE_SRUN,
         local_rank=optional_number(values, "SLURM_LOCALID"),
         local_world_size=_local_size(values),
         host=values.get("SLURMD_NODENAME") or None,
@@ -150,20 +161,12 @@ def srun(values: Mapping[str, str]) -> Place | None:
         if is_ordered
         else f"with an arbitrary distribution no node is known to run rank 0: {TELL_MASTER}",
     )
-    return check_place(place, "SLURM_PROCID")
 
 
 def _check_allocation(values: Mapping[str, str]) -> None:
     for name in ("SLURM_NTASKS", "SLURM_NNODES"):
         if whole_number(values, name, 1) > 1:
-            raise _not_by_srun(name, values[name], _SIZE)
-
-
-def _not_by_srun(source: str, number: str, missing: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{source} is {number}, but {missing} is not set, so Slurm did not start this process as one of several; "
-        f"start it with srun, or {START_RANKS}"
-    )
+            raise ConfigurationError(f"{name} is {values[name]}, but {_SIZE} is not set; {_USE_SRUN}")
 
 
 def _nodes(values: Mapping[str, str]) -> tuple[str, ...]:
@@ -200,41 +203,7 @@ def _local_size(values: Mapping[str, str]) -> int | None:
 
 
 _HYDRA_PROXY = "hydra_pmi_proxy"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Names:
-    """The variables of one kind of MPI, and how its launcher passes variables on."""
-
-    size: str
-    rank: str
-    local_size: str
-    local_rank: str
-    host: str
-    jobs: tuple[str, ...]
-    """Of the job's name, the first that is set counts."""
-    passing: str
-    """Of a name and a value, as :meth:`str.format` fills them in."""
-
-
-_OPEN_MPI = _Names(
-    size="OMPI_COMM_WORLD_SIZE",
-    rank="OMPI_COMM_WORLD_RANK",
-    local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-    host="PMIX_HOSTNAME",
-    jobs=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"),
-    passing="-x {}={}",
-)
-_MPICH = _Names(
-    size="PMI_SIZE",
-    rank="PMI_RANK",
-    local_size="MPI_LOCALNRANKS",
-    local_rank="MPI_LOCALRANKID",
-    host="PMI_HOSTNAME",
-    jobs=("PMI_JOBID",),
-    passing="-genv {} {}",
-)
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", _SIZE)
 
 
 def open_mpi(values: Mapping[str, str]) -> Place | None:
@@ -246,10 +215,16 @@ def open_mpi(values: Mapping[str, str]) -> Place | None:
     >>> place.rank, place.world_size, place.master_address
     (1, 4, '127.0.0.1')
     """
-    place = _numbered(values, _OPEN_MPI)
-    if place is None:
-        _refuse_number(values, "PMIX_RANK", others=("PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
-    return place
+    jobs = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid")
+    return _by_mpi(
+        values,
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        local=("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        host="PMIX_HOSTNAME",
+        find_job=lambda: next(filter(None, map(values.get, jobs)), None),
+        passing="-x {}={}",
+        number="PMIX_RANK",
+    )
 
 
 def _hydra_proxy() -> int | None:
@@ -266,38 +241,50 @@ def mpich(values: Mapping[str, str], *, find_proxy: Callable[[], int | None] = _
     Hydra tells no process the name of its job; but all ranks of a host are below one proxy, and on one host the number
     of that process, from ``find_proxy``, names the job as well.
     """
-    place = _numbered(values, _MPICH, find_job=find_proxy)
-    if place is None:
-        _refuse_number(values, "PMI_ID", others=("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
-    return place
-
-
-def _numbered(
-    values: Mapping[str, str], names: _Names, *, find_job: Callable[[], int | None] = lambda: None
-) -> Place | None:
-    if not values.get(names.size):
-        return None
-    world_size = whole_number(values, names.size, 1)
-    if world_size > 1 and not values.get(names.rank):
-        raise ConfigurationError(
-            f"{names.size} is {world_size}, but {names.rank} is not set, so MPI did not start this process as one of "
-            f"them; start it with mpirun, or {START_RANKS}"
-        )
-    num_local = optional_number(values, names.local_size)
-    is_one_host = num_local == world_size
-    job = next((values[name] for name in names.jobs if values.get(name)), None) or (find_job() if is_one_host else None)
-    place = Place(
-        rank=whole_number(values, names.rank, 0) if world_size > 1 else 0,
-        world_size=world_size,
-        source=names.size,
-        local_rank=optional_number(values, names.local_rank),
-        local_world_size=num_local,
-        host=values.get(names.host) or None,
-        master_address=LOOPBACK if is_one_host else None,
-        master_port=derive_port(job) if is_one_host and job else None,
-        remedy=_remedy(names.passing, is_one_host=is_one_host),
+    return _by_mpi(
+        values,
+        ("PMI_SIZE", "PMI_RANK"),
+        local=("MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
+        host="PMI_HOSTNAME",
+        find_job=lambda: values.get("PMI_JOBID") or find_proxy(),
+        passing="-genv {} {}",
+        number="PMI_ID",
     )
-    return check_place(place, names.rank)
+
+
+def _by_mpi(
+    values: Mapping[str, str],
+    place: tuple[str, str],
+    *,
+    local: tuple[str, str],
+    host: str,
+    find_job: Callable[[], int | str | None],
+    passing: str,
+    number: str,
+) -> Place | None:
+    """Read one kind of MPI: size and rank in the job and on the host, and how its launcher passes variables on.
+
+    Raises for a ``number`` without any size: ``mpiexec -pmi-port`` tells none.
+    """
+    if values.get(number) and not any(map(values.get, _SIZES)):
+        raise ConfigurationError(
+            f"{number} is {values[number]!r}, so this may be one process of several, but WORLD_SIZE is not set; "
+            f"{START_RANKS}"
+        )
+    num_local = optional_number(values, local[0])
+    is_one_host = num_local is not None and num_local == optional_number(values, place[0])
+    job = find_job() if is_one_host else None
+    return _numbered(
+        values,
+        *place,
+        f"start it with mpirun, or {START_RANKS}",
+        local_rank=optional_number(values, local[1]),
+        local_world_size=num_local,
+        host=values.get(host) or None,
+        master_address=LOOPBACK if is_one_host else None,
+        master_port=derive_port(job) if job else None,
+        remedy=_remedy(passing, is_one_host=is_one_host),
+    )
 
 
 def _remedy(passing: str, *, is_one_host: bool) -> str:
@@ -309,15 +296,6 @@ def _remedy(passing: str, *, is_one_host: bool) -> str:
         f"MPI does not tell where rank 0 runs: start with `mpirun {host} {port} ...`, HOST being that of rank 0, or "
         "give init(master=), or use `syncline run`"
     )
-
-
-def _refuse_number(values: Mapping[str, str], name: str, *, others: tuple[str, ...]) -> None:
-    """Raise if there is a number without a size, and no other launcher has one: ``mpiexec -pmi-port`` tells no size."""
-    if values.get(name) and not any(values.get(size) for size in others):
-        raise ConfigurationError(
-            f"{name} is {values[name]!r}, so this may be one process of several, but WORLD_SIZE is not set; "
-            f"{START_RANKS}"
-        )
 
 
 # SkyPilot, dstack and Kubernetes: each runs the task's command once per node, or pod, and says how many GPUs one has.
@@ -341,64 +319,55 @@ def skypilot(values: Mapping[str, str]) -> Place | None:
     >>> place.rank, place.master_address
     (1, '10.0.0.4')
     """
-    task = values.get("SKYPILOT_TASK_ID")
     return _one_per_node(
         values,
-        num_nodes="SKYPILOT_NUM_NODES",
-        rank="SKYPILOT_NODE_RANK",
+        ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"),
         num_gpus="SKYPILOT_NUM_GPUS_PER_NODE",
         address=next(iter(values.get("SKYPILOT_NODE_IPS", "").split()), None),
-        port=derive_port(task) if task else DEFAULT_MASTER_PORT,
+        job=values.get("SKYPILOT_TASK_ID"),
         master='$(echo "$SKYPILOT_NODE_IPS" | head -n1)',
     )
 
 
 def dstack(values: Mapping[str, str]) -> Place | None:
     """Read ``DSTACK_NODES_NUM``, ``_NODE_RANK``, ``_MASTER_NODE_IP`` and ``_GPUS_PER_NODE``; port by ``_RUN_NAME``."""
-    run = values.get("DSTACK_RUN_NAME")
     return _one_per_node(
         values,
-        num_nodes="DSTACK_NODES_NUM",
-        rank="DSTACK_NODE_RANK",
+        ("DSTACK_NODES_NUM", "DSTACK_NODE_RANK"),
         num_gpus="DSTACK_GPUS_PER_NODE",
-        address=values.get("DSTACK_MASTER_NODE_IP") or None,
-        port=derive_port(run) if run else DEFAULT_MASTER_PORT,
+        address=values.get("DSTACK_MASTER_NODE_IP"),
+        job=values.get("DSTACK_RUN_NAME"),
         master="$DSTACK_MASTER_NODE_IP",
     )
 
 
 def _one_per_node(
     values: Mapping[str, str],
+    place: tuple[str, str],
     *,
-    num_nodes: str,
-    rank: str,
     num_gpus: str,
     address: str | None,
-    port: int,
+    job: str | None,
     master: str,
 ) -> Place | None:
-    """Return the node's place; ``master`` is what a shell writes for rank 0's address."""
-    if not values.get(num_nodes):
-        return None
-    world_size = whole_number(values, num_nodes, 1)
-    if world_size > 1 and whole_number(values, num_gpus, 0) > 1:
+    """Return the node's place by its number of nodes and its own; ``master`` is what a shell writes for rank 0's."""
+    num_nodes, rank = place
+    if whole_number(values, num_nodes, 1) > 1 and whole_number(values, num_gpus, 0) > 1:
         raise ConfigurationError(
             f"{num_nodes} is {values[num_nodes]!r} and {num_gpus} {values[num_gpus]!r}, but WORLD_SIZE is not set; let "
             f"the task start `torchrun --nnodes=${num_nodes} --nproc-per-node=${num_gpus} --node-rank=${rank} "
             f"--master-addr={master} --master-port={DEFAULT_MASTER_PORT} train.py`"
         )
-    if world_size > 1 and not values.get(rank):
-        raise ConfigurationError(f"{num_nodes} is {values[num_nodes]!r}, but {rank} is not set; {START_RANKS}")
-    place = Place(
-        rank=whole_number(values, rank, 0) if world_size > 1 else 0,
-        world_size=world_size,
-        source=num_nodes,
-        local_rank=0,
-        local_world_size=1,
-        master_address=address,
-        master_port=port if address else None,
-    )
-    return check_place(place, rank)
+    port = derive_port(job) if job else DEFAULT_MASTER_PORT
+    return _of_node(values, *place, START_RANKS, address=address, port=port)
+
+
+def _of_node(
+    values: Mapping[str, str], num_nodes: str, rank: str, start: str, *, address: str | None, port: int
+) -> Place | None:
+    """Return the place of the only process of its node; ``address`` is that of the first."""
+    master = {"master_address": address, "master_port": port} if address else {}
+    return _numbered(values, num_nodes, rank, start, local_rank=0, local_world_size=1, **master)
 
 
 def train_job(values: Mapping[str, str]) -> Place | None:
@@ -410,28 +379,16 @@ def train_job(values: Mapping[str, str]) -> Place | None:
     >>> place.rank, place.world_size, place.master_port
     (1, 2, 29500)
     """
-    if not values.get("PET_NNODES") and not values.get("PET_NPROC_PER_NODE"):
-        return None
     num_nodes, num_processes = values.get("PET_NNODES") or "1", values.get("PET_NPROC_PER_NODE") or "1"
-    if num_nodes == "1:1":
-        num_nodes = "1"
     if num_processes != "1":
         raise ConfigurationError(f"PET_NPROC_PER_NODE is {num_processes!r}, but WORLD_SIZE is not set; {_USE_TORCHRUN}")
+    if num_nodes == "1:1":
+        return None
     if not num_nodes.isdecimal():
         raise ConfigurationError(f"PET_NNODES is {num_nodes!r}, but WORLD_SIZE is not set; {_USE_TORCHRUN}")
-    if num_nodes != "1" and not values.get("PET_NODE_RANK"):
-        raise ConfigurationError(f"PET_NNODES is {num_nodes!r}, but PET_NODE_RANK is not set; {_USE_TORCHRUN}")
-    address = values.get("PET_MASTER_ADDR") or None
-    place = Place(
-        rank=whole_number(values, "PET_NODE_RANK", 0) if num_nodes != "1" else 0,
-        world_size=int(num_nodes),
-        source="PET_NNODES",
-        local_rank=0,
-        local_world_size=1,
-        master_address=address,
-        master_port=whole_number(values, "PET_MASTER_PORT", DEFAULT_MASTER_PORT) if address else None,
-    )
-    return check_place(place, "PET_NODE_RANK")
+    port = whole_number(values, "PET_MASTER_PORT", DEFAULT_MASTER_PORT)
+    address = values.get("PET_MASTER_ADDR")
+    return _of_node(values, "PET_NNODES", "PET_NODE_RANK", _USE_TORCHRUN, address=address, port=port)
 
 
 def job_set(values: Mapping[str, str]) -> Place | None:
@@ -494,7 +451,7 @@ def find_place(values: Mapping[str, str]) -> Place:
         return _of_size(whole_number(values, "WORLD_SIZE", 1), values)
     for launcher in _OTHERS:
         found = launcher(values)
-        if found is not None and found.world_size > 1:
+        if found is not None:
             return _with_master(found, values)
     return check_place(Place(rank=whole_number(values, "RANK", 0), world_size=1, source="WORLD_SIZE"), "RANK")
 

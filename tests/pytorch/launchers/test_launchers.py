@@ -192,7 +192,7 @@ def test_a_size_that_a_script_exports_needs_no_rank_where_the_launcher_agrees(na
     ("variables", "message"),
     [
         ({"SLURM_NNODES": "2"}, "SLURM_NNODES is 2, but SLURM_STEP_NUM_TASKS is not set.*start it with srun"),
-        ({"SLURM_STEP_NUM_TASKS": "8"}, "SLURM_STEP_NUM_TASKS is 8, but SLURM_PROCID is not set"),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, "SLURM_STEP_NUM_TASKS is '8', but SLURM_PROCID is not set"),
         ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "8"}, "SLURM_PROCID must be from 0 to SLURM_STEP_NUM_TASKS - 1"),
         ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "n["}, "SLURM_STEP_NODELIST cannot"),
         ({"SLURM_NTASKS": "many"}, "SLURM_NTASKS must be a whole number"),
