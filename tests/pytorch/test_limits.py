@@ -6,13 +6,17 @@ import pytest
 
 from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
-from syncline.pytorch.environment import choose_times, with_times
+from syncline.pytorch.environment import Arguments, choose_settings, choose_times, with_times
 
 DEFAULTS_S = {"connect_timeout_s": 60.0, "silence_s": 10.0, "timeout_s": 300.0, "stall_s": 300.0}
 
 
+def times(variables, **given):
+    return choose_times(choose_settings(variables, Arguments(**given)))
+
+
 def test_defaults() -> None:
-    assert choose_times({}) == DEFAULTS_S
+    assert times({}) == DEFAULTS_S
     assert with_times(FabricOptions(), **DEFAULTS_S) == FabricOptions(), "a fabric alone has the same"
 
 
@@ -24,13 +28,13 @@ def test_an_argument_beats_its_variable() -> None:
         "SYNCLINE_STALL": "40",
     }
     read = {"connect_timeout_s": 5.0, "silence_s": 2.5, "timeout_s": 1800.0, "stall_s": 40.0}
-    assert choose_times(variables) == read
+    assert times(variables) == read
     given = {"connect_timeout_s": 6, "silence_s": 3, "timeout_s": 7, "stall_s": 8}
-    assert choose_times(variables, **given) == given
+    assert times(variables, **given) == given
 
 
 def test_a_rank_has_hung_when_the_timeout_is_over_unless_said_otherwise() -> None:
-    assert choose_times({}, timeout_s=1800)["stall_s"] == 1800.0
+    assert times({}, timeout_s=1800)["stall_s"] == 1800.0
 
 
 def test_a_short_limit_shortens_what_has_to_come_within_it() -> None:
@@ -42,11 +46,11 @@ def test_a_short_limit_shortens_what_has_to_come_within_it() -> None:
 @pytest.mark.parametrize("name", ["connect_timeout_s", "silence_s", "timeout_s", "stall_s"])
 def test_an_argument_that_is_no_duration_is_named(name: str, value: float) -> None:
     with pytest.raises(ConfigurationError, match=f"{name} must be a positive number of seconds"):
-        choose_times({}, **{name: value})
+        choose_times(dict.fromkeys(DEFAULTS_S) | {name: value})
 
 
 def test_a_variable_that_is_no_duration_is_named() -> None:
     with pytest.raises(ConfigurationError, match="SYNCLINE_STALL must be a positive number of seconds, not 'a minute'"):
-        choose_times({"SYNCLINE_STALL": "a minute"})
+        times({"SYNCLINE_STALL": "a minute"})
     with pytest.raises(ConfigurationError, match=r"silence_s must be at least 1 s, not 0.5 s"):
-        choose_times({"SYNCLINE_SILENCE": "0.5"})
+        times({"SYNCLINE_SILENCE": "0.5"})

@@ -30,7 +30,7 @@ from syncline.pytorch.secret import read_secret
 from syncline.runtime.communicator import DEFAULT_TIMEOUT_S
 from syncline.topology import Topology
 from syncline.updates.private_torch import default_store
-from syncline.variables import process_variables
+from syncline.variables import VARIABLES, process_variables
 
 FLAT = "flat"
 """In place of a topology: one switch for all hosts, of which nothing is known."""
@@ -41,6 +41,8 @@ DEFAULTS_S = {"connect_timeout_s": 60.0, "silence_s": 10.0, "timeout_s": DEFAULT
 MIN_SILENCE_S = 1.0
 HEARTBEAT_S = 1.0
 HANDSHAKE_S = 5.0
+_VARIABLES = frozenset(variable.name for variable in VARIABLES if variable.name != "SYNCLINE_SECRET")
+"""But for the secret, which may be in a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,35 +163,42 @@ def read_environment(
     """
     values = process_variables() if variables is None else variables
     said = given or Arguments()
-    join = _choose_join(values, said, group)
+    chosen = choose_settings(values, said)
+    join = _choose_join(chosen, said, group)
     place = Place(rank=0, world_size=1, source="join") if join else _choose_place(values, said, group)
-    address, port = (None, None) if has_store or join else _choose_master(values, said, place, group)
-    trace = said.trace or values.get("SYNCLINE_TRACE")
+    address, port = (None, None) if has_store or join else _choose_master(values, chosen, place, group)
+    # the variable tells of the job at its start, and a newcomer's job knows its tree by itself
+    topology, trace = said.topology if join else chosen["topology"], chosen["trace"]
+    if chosen["on_preemption"] not in (None, "leave", "checkpoint"):
+        raise ConfigurationError(f"on_preemption must be 'leave' or 'checkpoint', not {chosen['on_preemption']!r}")
     return Environment(
         rank=place.rank,
         world_size=place.world_size,
         master_address=address,
         master_port=port,
         uses_agent_store=not said.master and values.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true",
-        # the variable tells of the job at its start, and a newcomer's job knows its tree by itself
-        topology=_choose_topology(values, said, has_own_tree=bool(join)),
-        interface=said.interface or values.get("SYNCLINE_INTERFACE") or None,
-        host=said.host or values.get("SYNCLINE_HOST") or place.host or socket.gethostname(),
-        trace=trace if isinstance(trace, Trace) else Path(trace) if trace else None,
-        uses_shared_memory=_switch(values, "SYNCLINE_SHARED_MEMORY", said.shared_memory),
+        topology=None if topology == "auto" else topology,
+        interface=chosen["interface"],
+        host=chosen["host"] or place.host or socket.gethostname(),
+        trace=trace if trace is None or isinstance(trace, Trace) else Path(trace),
+        uses_shared_memory=_switch(chosen, "shared_memory") is not False,
         join=join,
-        join_port=_choose_join_port(values, said),
-        on_preemption=_choose_on_preemption(values, said),
-        replan=_choice(values, "SYNCLINE_REPLAN", said.replan),
-        fabric=_choose_fabric(values, said),
+        join_port=_choose_join_port(values, chosen),
+        on_preemption=chosen["on_preemption"],
+        replan=_switch(chosen, "replan"),
+        fabric=_choose_fabric(values, chosen),
     )
 
 
-def _choose_topology(values: Mapping[str, str], said: Arguments, *, has_own_tree: bool) -> str | Path | Topology | None:
-    chosen = said.topology
-    if chosen is None and not has_own_tree:
-        chosen = values.get("SYNCLINE_TOPOLOGY") or None
-    return None if chosen == "auto" else chosen
+def choose_settings(values: Mapping[str, str], said: Arguments) -> dict[str, Any]:
+    """Return by its argument's name what was given, else the text of its variable of ours, else None."""
+    given = {field.name: getattr(said, field.name) for field in fields(said)}
+    ours = {name: _variable_of(name) for name in given if _variable_of(name) in _VARIABLES}
+    return given | {name: values.get(ours[name]) or None for name in ours if given[name] in (None, "")}
+
+
+def _variable_of(name: str) -> str:
+    return f"SYNCLINE_{name.removesuffix('_s').upper()}"
 
 
 def _choose_place(values: Mapping[str, str], said: Arguments, group: GroupPlace | None) -> Place:
@@ -209,16 +218,15 @@ def _choose_place(values: Mapping[str, str], said: Arguments, group: GroupPlace 
 
 
 def _choose_master(
-    values: Mapping[str, str], said: Arguments, place: Place, group: GroupPlace | None
+    values: Mapping[str, str], chosen: Mapping[str, Any], place: Place, group: GroupPlace | None
 ) -> tuple[str | None, int | None]:
     """Return where rank 0 serves the store; a job of one rank need not say, nor one whose process group has a store."""
-    master = said.master
-    if master:
+    if master := chosen["master"]:
         return parse_endpoint(master, default_port=DEFAULT_MASTER_PORT, what="master")
     if group is not None:
         return group.address or without_brackets(values.get("MASTER_ADDR", "")) or None, None
     address = without_brackets(values.get("MASTER_ADDR", "")) or place.master_address
-    ports = parse_ports(said.ports or values.get("SYNCLINE_PORTS") or "")
+    ports = parse_ports(chosen["ports"] or "")
     port = whole_number(values, "MASTER_PORT", ports[0] if ports and place.master_port else place.master_port or 0)
     if place.world_size > 1 and not (address and (port or values.get("MASTER_PORT"))):
         raise ConfigurationError(
@@ -229,10 +237,10 @@ def _choose_master(
     return address, port or None
 
 
-def _choose_join(values: Mapping[str, str], said: Arguments, group: GroupPlace | None) -> tuple[tuple[str, int], ...]:
+def _choose_join(chosen: Mapping[str, Any], said: Arguments, group: GroupPlace | None) -> tuple[tuple[str, int], ...]:
     """Return the members to ask; a newcomer has no rank yet, whatever a launcher says."""
     has_place = group is not None or said.rank is not None or said.world_size is not None
-    text = said.join or ("" if has_place else values.get("SYNCLINE_JOIN"))
+    text = said.join if has_place else chosen["join"]
     if not text:
         return ()
     if has_place:
@@ -243,46 +251,31 @@ def _choose_join(values: Mapping[str, str], said: Arguments, group: GroupPlace |
     return tuple(parse_endpoint(each.strip(), default_port=0, what="join") for each in text.split(","))
 
 
-def _choose_join_port(values: Mapping[str, str], said: Arguments) -> int | None:
-    given = said.join_port
-    if given is None and not values.get("SYNCLINE_JOIN_PORT"):
-        return None
-    port = whole_number(values, "SYNCLINE_JOIN_PORT", 0) if given is None else given
-    if not 0 <= port <= MAX_PORT:
+def _choose_join_port(values: Mapping[str, str], chosen: Mapping[str, Any]) -> int | None:
+    port = chosen["join_port"]
+    if isinstance(port, str):
+        port = whole_number(values, "SYNCLINE_JOIN_PORT", 0)
+    if port is not None and not 0 <= port <= MAX_PORT:
         raise ConfigurationError(f"join_port must be from 0 to {MAX_PORT}, not {port}")
     return port
 
 
-def _choose_on_preemption(values: Mapping[str, str], said: Arguments) -> OnPreemption | None:
-    given = said.on_preemption or values.get("SYNCLINE_ON_PREEMPTION") or None
-    if given not in (None, "leave", "checkpoint"):
-        raise ConfigurationError(f"on_preemption must be 'leave' or 'checkpoint', not {given!r}")
-    return given  # type: ignore[return-value]  # as was checked
-
-
-def _choose_fabric(values: Mapping[str, str], said: Arguments) -> FabricOptions:
+def _choose_fabric(values: Mapping[str, str], chosen: Mapping[str, Any]) -> FabricOptions:
+    secret = chosen["secret"]
     options = FabricOptions(
-        job_id=said.job_id or values.get("TORCHELASTIC_RUN_ID") or "syncline",
-        secret=_choose_secret(values, said),
-        insecure=said.insecure,
-        authenticate_frames=_choice(values, "SYNCLINE_AUTHENTICATE_FRAMES", said.authenticate_frames),
-        binds_thread=_switch(values, "SYNCLINE_BIND_THREAD", said.bind_thread),
-        congestion=said.congestion or values.get("SYNCLINE_CONGESTION") or None,
-        ports=parse_ports(said.ports or values.get("SYNCLINE_PORTS") or ""),
-        advertised=_choose_advertised(values, said),
+        job_id=chosen["job_id"] or values.get("TORCHELASTIC_RUN_ID") or "syncline",
+        secret=read_secret(values) if not secret else secret.encode() if isinstance(secret, str) else secret,
+        insecure=chosen["insecure"],
+        authenticate_frames=_switch(chosen, "authenticate_frames"),
+        binds_thread=_switch(chosen, "bind_thread") is not False,
+        congestion=chosen["congestion"],
+        ports=parse_ports(chosen["ports"] or ""),
+        advertised=_choose_advertised(chosen["advertise"]),
     )
-    times = choose_times(
-        values,
-        timeout_s=said.timeout_s,
-        connect_timeout_s=said.connect_timeout_s,
-        silence_s=said.silence_s,
-        stall_s=said.stall_s,
-    )
-    return with_times(options, **times)
+    return with_times(options, **choose_times(chosen))
 
 
-def _choose_advertised(values: Mapping[str, str], said: Arguments) -> tuple[str, int] | None:
-    text = said.advertise or values.get("SYNCLINE_ADVERTISE") or None
+def _choose_advertised(text: str | None) -> tuple[str, int] | None:
     if text == "none":
         return NOWHERE
     if text is None or ":" not in text:
@@ -290,41 +283,22 @@ def _choose_advertised(values: Mapping[str, str], said: Arguments) -> tuple[str,
     return parse_endpoint(text, default_port=0, what="advertise")
 
 
-def _choose_secret(values: Mapping[str, str], said: Arguments) -> bytes | None:
-    secret = said.secret
-    if secret:
-        return secret.encode() if isinstance(secret, str) else secret
-    return read_secret(values)
+def _switch(chosen: Mapping[str, Any], name: str) -> bool | None:
+    value = chosen[name]
+    if isinstance(value, str) and value not in ("on", "off"):
+        raise ConfigurationError(f"{_variable_of(name)} must be on or off, not {value!r}")
+    return value == "on" if isinstance(value, str) else value
 
 
-def _switch(values: Mapping[str, str], name: str, given: bool | None) -> bool:
-    """Return what was chosen, and True where nobody did."""
-    chosen = _choice(values, name, given)
-    return True if chosen is None else chosen
-
-
-def _choice(values: Mapping[str, str], name: str, given: bool | None) -> bool | None:
-    """Return what the argument says, else the variable; None where neither does."""
-    text = values.get(name) or None
-    if given is not None or text is None:
-        return given
-    if text not in ("on", "off"):
-        raise ConfigurationError(f"{name} must be on or off, not {text!r}")
-    return text == "on"
-
-
-def choose_times(variables: Mapping[str, str], **given: float | None) -> dict[str, float]:
-    """Take each of the four of :func:`with_times` from ``given``, else from its variable, else its default.
-
-    The variables are ``SYNCLINE_CONNECT_TIMEOUT`` and so on. The default of ``stall_s`` is ``timeout_s``.
-    """
-    chosen = {name: _choose(variables, name, given.get(name), default) for name, default in DEFAULTS_S.items()}
-    if chosen["silence_s"] < MIN_SILENCE_S:
+def choose_times(chosen: Mapping[str, Any]) -> dict[str, float]:
+    """Return the four of :func:`with_times`; where nobody says, the default, which of ``stall_s`` is ``timeout_s``."""
+    times = {name: _choose_seconds(chosen, name, default) for name, default in DEFAULTS_S.items()}
+    if times["silence_s"] < MIN_SILENCE_S:
         raise ConfigurationError(
-            f"silence_s must be at least {MIN_SILENCE_S:g} s, not {chosen['silence_s']:g} s: a busy machine is silent "
+            f"silence_s must be at least {MIN_SILENCE_S:g} s, not {times['silence_s']:g} s: a busy machine is silent "
             "for as long"
         )
-    return chosen | {"stall_s": _choose(variables, "stall_s", given.get("stall_s"), chosen["timeout_s"])}
+    return times | {"stall_s": _choose_seconds(chosen, "stall_s", times["timeout_s"])}
 
 
 def with_times(
@@ -348,17 +322,14 @@ def with_times(
     )
 
 
-def _choose(values: Mapping[str, str], name: str, given: float | None, default: float) -> float:
-    variable = f"SYNCLINE_{name.removesuffix('_s').upper()}"
-    text = values.get(variable)
-    if given is None and not text:
-        return default
-    who, value = (name, given) if given is not None else (variable, text)
+def _choose_seconds(chosen: Mapping[str, Any], name: str, default: float) -> float:
+    value = chosen[name]
     try:
-        seconds = float(value)  # type: ignore[arg-type]  # None was dealt with
-    except (TypeError, ValueError):
+        seconds = default if value is None else float(value)
+    except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
+        who = _variable_of(name) if isinstance(value, str) else name
         raise ConfigurationError(f"{who} must be a positive number of seconds, not {value!r}")
     return seconds
 
