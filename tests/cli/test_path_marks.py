@@ -7,14 +7,15 @@ import pytest
 
 from syncline.cli import path_diagnosis
 from syncline.cli.path_diagnosis import (
+    ANSWER,
     PACKET_BYTES,
+    PROBE,
     PathMark,
-    make_answer,
-    make_probe,
     open_mark_socket,
     probe_path,
-    read_answer,
     respond,
+    seal,
+    unseal,
 )
 from syncline.errors import ConfigurationError
 
@@ -95,24 +96,26 @@ def test_nobody_there():
     assert probe_path("127.0.0.1", port, (46,), wait_s=0.05)[0] == PathMark(sent=46, arrived=None, returned=None)
 
 
-def test_an_answer_is_no_longer_than_its_probe_and_fits_it_alone():
-    probe = make_probe(46, NONCE, b"k")
-    answer, mark = make_answer(probe, 10, b"k")
-    assert (len(answer), mark) == (len(probe), 46) == (PACKET_BYTES, 46)
-    assert read_answer(answer, NONCE, 46, b"k") == 10
-    assert read_answer(answer, b"x" * 16, 46, b"k") is None
-    assert read_answer(answer, NONCE, 45, b"k") is None
-    assert read_answer(answer, NONCE, 46, b"j") is None
-    assert make_answer(answer, 10, b"k") is None, "two responders cannot keep each other busy"
+def test_an_answer_is_no_longer_than_its_probe_and_is_of_its_kind_and_key():
+    probe, answer = seal(PROBE, b"k", NONCE, 46), seal(ANSWER, b"k", NONCE, 46, 10)
+    assert len(answer) == len(probe) == PACKET_BYTES
+    assert unseal(ANSWER, b"k", answer) == (NONCE, 46, 10)
+    assert unseal(ANSWER, b"j", answer) is None
+    assert unseal(PROBE, b"k", answer) is None, "two responders cannot keep each other busy"
 
 
-@pytest.mark.parametrize("packet", [b"", b"x" * PACKET_BYTES, make_probe(46, NONCE, b"k")[:-1] + b"x"])
+@pytest.mark.parametrize("packet", [b"", b"x" * PACKET_BYTES, seal(PROBE, b"k", NONCE, 46)[:-1] + b"x"])
 def test_whatever_is_no_probe_is_ignored(packet):
-    assert make_answer(packet, 0, b"k") is None
+    assert unseal(PROBE, b"k", packet) is None
 
 
-def test_a_mark_beyond_six_bits_is_ignored():
-    assert make_answer(make_probe(64, NONCE, b"k"), 0, b"k") is None
+def test_a_mark_beyond_six_bits_is_not_answered(responder):
+    port, _, _ = responder("127.0.0.1", max_answers=1)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect(("127.0.0.1", port))
+        for mark in (64, 46):
+            sock.send(seal(PROBE, b"", NONCE, mark))
+        assert unseal(ANSWER, b"", sock.recv(PACKET_BYTES))[1] == 46
 
 
 def test_a_name_that_leads_nowhere():

@@ -14,10 +14,10 @@ from syncline.cli.launcher.job import build_job, choose_host, choose_master
 from syncline.cli.launcher.launch import Request, _base_variables, _find_topology
 from syncline.cli.launcher.scratch import open_logs, prepare_secret
 from syncline.cli.main import _front
-from syncline.cli.path_diagnosis import choose_key
 from syncline.errors import ConfigurationError
 from syncline.members import Elastic
 from syncline.pytorch.environment import Arguments, Environment, read_environment
+from syncline.pytorch.secret import choose_secret
 from syncline.topology import Topology
 from syncline.variables import VARIABLES, behind_limit_s, is_coloured, live_place, process_variables
 
@@ -241,8 +241,8 @@ def test_a_secret_file_goes_before_its_variables(tmp_path: Path, monkeypatch: py
     secret.write_text("f" * 32)
     secret.chmod(0o600)
     monkeypatch.setenv("SYNCLINE_SECRET", "v" * 32)
-    assert choose_key(secret) == b"f" * 32
-    assert choose_key(None) == b"v" * 32
+    assert choose_secret(secret) == b"f" * 32
+    assert choose_secret(None) == b"v" * 32
     job: Any = None  # not looked at, where a file is named
     assert prepare_secret(job, asked=secret, environment=process_variables(), folder=tmp_path) == secret
 

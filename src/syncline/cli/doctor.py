@@ -284,10 +284,11 @@ def doctor(
     if ports is not None and hosts is None:
         raise ConfigurationError("--ports says which ports of --hosts are tried; give both")
     if path is not None or listen or hosts is not None:
-        from syncline.cli.path_diagnosis import choose_key, listen_for_probes, show_path  # loads the fabric
+        from syncline.cli.path_diagnosis import listen_for_probes, show_path  # loads the fabric
         from syncline.cli.port_diagnosis import show_ports
+        from syncline.pytorch.secret import choose_secret
 
-        key = choose_key(secret_file)
+        key = choose_secret(secret_file) or b""
         if hosts is not None:
             raise typer.Exit(show_ports(hosts, ports, for_s=for_s, as_json=as_json, key=key))
         if path is not None:

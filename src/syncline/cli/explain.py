@@ -24,7 +24,7 @@ from rich.console import Console
 from syncline.cli.commands import new_app
 from syncline.endpoints import format_endpoint, parse_endpoint
 from syncline.errors import ConfigurationError
-from syncline.pytorch.secret import read_secret, read_secret_file
+from syncline.pytorch.secret import choose_secret
 from syncline.pytorch.serving import CODE, make_code
 from syncline.report.explanation import MEANING, Explanation, explain
 from syncline.report.job_trace import Examination, RankAnswer, read_examination, read_job_trace
@@ -33,7 +33,6 @@ from syncline.report.terminal import new_table
 from syncline.runtime.live import render, summary
 from syncline.runtime.whereabouts import process_namespace, process_state
 from syncline.units import format_duration
-from syncline.variables import process_variables
 
 app = new_app()
 TIMEOUT_S = 10.0
@@ -58,7 +57,7 @@ def ask(endpoint: str, path: str, secret_file: Path | None, *, answer_s: float =
     """
     where = f"127.0.0.1:{endpoint}" if endpoint.isdecimal() else endpoint
     host, port = parse_endpoint(where, default_port=0, what="HOST:PORT")
-    secret = read_secret_file(secret_file, who="--secret-file") if secret_file else read_secret(process_variables())
+    secret = choose_secret(secret_file)
     headers = {CODE: make_code(secret, path.partition("?")[0])} if secret else {}
     request = urllib.request.Request(f"http://{format_endpoint(host, port)}{path}", headers=headers)
     try:

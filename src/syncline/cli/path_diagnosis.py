@@ -7,6 +7,7 @@ bounded number of times and for a bounded time, and where a secret is shared onl
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import secrets
@@ -16,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from rich.console import Console
 
@@ -24,24 +24,20 @@ from syncline.endpoints import PROBE_PORT, format_endpoint, parse_endpoint
 from syncline.errors import ConfigurationError
 from syncline.fabric.sockets import CONTROL_DSCP
 from syncline.priorities.settings import Priorities
-from syncline.pytorch.secret import read_secret, read_secret_file
 from syncline.report.terminal import new_table
-from syncline.variables import process_variables
 
 MAX_ANSWERS = 10_000
 TRIES = 3
 WAIT_S = 0.5
-_MAGIC_PROBE, _MAGIC_ANSWER = b"SLmarkQ1", b"SLmarkA1"
-_BODY = struct.Struct("!8s16sBB6x")
-_MAC_BYTES = 32
-PACKET_BYTES = _BODY.size + _MAC_BYTES
-UNKNOWN = 255
-"""In place of a mark that the kernel did not tell."""
+PROBE, ANSWER = b"probe", b"answer"
+_BODY = struct.Struct("!16sBB")
+"""A nonce, the mark that it was sent with, and in an answer the mark under which that arrived."""
+PACKET_BYTES = _BODY.size + 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathMark:
-    """What became of one mark; None where no answer came or the kernel did not tell."""
+    """What became of one mark; None where no answer came."""
 
     sent: int
     arrived: int | None
@@ -55,26 +51,18 @@ class PathMark:
         return self.arrived == self.returned == self.sent
 
 
-def make_probe(mark: int, nonce: bytes, key: bytes) -> bytes:
-    """Return a probe that is sent with ``mark``."""
-    return _sign(_BODY.pack(_MAGIC_PROBE, nonce, mark, UNKNOWN), key)
+def seal(kind: bytes, key: bytes, nonce: bytes, mark: int, arrived: int = 0) -> bytes:
+    """Return a packet, all of the same length."""
+    body = _BODY.pack(nonce, mark, arrived)
+    return body + hmac.digest(b"syncline path marks 2\0" + kind + key, body, "sha256")
 
 
-def make_answer(probe: bytes, arrived: int | None, key: bytes) -> tuple[bytes, int] | None:
-    """Return the answer to a probe and the mark to send it with; None if the probe is not one of ours."""
-    body = _verify(probe, key)
-    if body is None or body[0] != _MAGIC_PROBE or body[2] > 63:
+def unseal(kind: bytes, key: bytes, packet: bytes) -> tuple[bytes, int, int] | None:
+    """Return nonce, mark and the mark under which that arrived; None if this is no packet of the kind and key."""
+    if len(packet) != PACKET_BYTES:
         return None
-    _, nonce, mark, _ = body
-    return _sign(_BODY.pack(_MAGIC_ANSWER, nonce, mark, UNKNOWN if arrived is None else arrived), key), mark
-
-
-def read_answer(answer: bytes, nonce: bytes, mark: int, key: bytes) -> int | None:
-    """Return the mark under which the probe arrived (``UNKNOWN``: not told); None if this is no answer to it."""
-    body = _verify(answer, key)
-    if body is None or body[:3] != (_MAGIC_ANSWER, nonce, mark):
-        return None
-    return int(body[3])
+    nonce, mark, arrived = _BODY.unpack(packet[: _BODY.size])
+    return (nonce, mark, arrived) if hmac.compare_digest(seal(kind, key, nonce, mark, arrived), packet) else None
 
 
 def probe_path(
@@ -114,10 +102,10 @@ def respond(
         if received is None:
             continue
         packet, arrived, sender = received
-        answer = make_answer(packet, arrived, key)
-        if answer is not None:
-            _set_mark(sock, answer[1], sender)
-            sock.sendto(answer[0], sender)
+        told = unseal(PROBE, key, packet)
+        if told is not None and told[1] < 64:  # a mark has six bits
+            _set_mark(sock, told[1], sender)
+            sock.sendto(seal(ANSWER, key, *told[:2], arrived), sender)
             num_answers += 1
     return num_answers
 
@@ -159,25 +147,25 @@ def _probe(sock: socket.socket, mark: int, key: bytes, wait_s: float) -> PathMar
 
 def _ask(sock: socket.socket, mark: int, nonce: bytes, key: bytes, ends_s: float) -> PathMark | None:
     """Send one probe and wait for its answer."""
-    sock.send(make_probe(mark, nonce, key))
+    sock.send(seal(PROBE, key, nonce, mark))
     while (left_s := ends_s - time.monotonic()) > 0:
-        received = _receive(sock, left_s)
-        arrived = read_answer(received[0], nonce, mark, key) if received else None
-        if received is not None and arrived is not None:
-            return PathMark(sent=mark, arrived=None if arrived == UNKNOWN else arrived, returned=received[1])
+        packet, returned, _ = _receive(sock, left_s) or (b"", 0, None)
+        told = unseal(ANSWER, key, packet)
+        if told is not None and told[:2] == (nonce, mark):
+            return PathMark(sent=mark, arrived=told[2], returned=returned)
     return None
 
 
-def _receive(sock: socket.socket, wait_s: float) -> tuple[bytes, int | None, tuple[str, int]] | None:
+def _receive(sock: socket.socket, wait_s: float) -> tuple[bytes, int, tuple[str, int]] | None:
     """Return a datagram, the mark under which it came, and its sender; None if none comes in time."""
     sock.settimeout(wait_s)
     try:
         packet, ancillary, _, sender = sock.recvmsg(PACKET_BYTES + 1, socket.CMSG_SPACE(4) * 2)
     except TimeoutError:
         return None
-    wanted = {(socket.IPPROTO_IP, socket.IP_TOS), (socket.IPPROTO_IPV6, socket.IPV6_TCLASS)}
-    fields = [int.from_bytes(data, sys.byteorder) for level, kind, data in ancillary if (level, kind) in wanted]
-    return packet, fields[0] >> 2 if fields else None, sender
+    kinds = {(socket.IPPROTO_IP, socket.IP_TOS), (socket.IPPROTO_IPV6, socket.IPV6_TCLASS)}
+    field = next(data for level, kind, data in ancillary if (level, kind) in kinds)
+    return packet, int.from_bytes(field, sys.byteorder) >> 2, sender
 
 
 def _set_mark(sock: socket.socket, mark: int, peer: tuple[str, int]) -> None:
@@ -186,24 +174,6 @@ def _set_mark(sock: socket.socket, mark: int, peer: tuple[str, int]) -> None:
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, mark << 2)
     else:
         sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, mark << 2)
-
-
-def _sign(body: bytes, key: bytes) -> bytes:
-    return body + hmac.digest(b"syncline path marks 1\0" + key, body, "sha256")
-
-
-def _verify(packet: bytes, key: bytes) -> tuple[bytes, bytes, int, int] | None:
-    if len(packet) != PACKET_BYTES or not hmac.compare_digest(_sign(packet[: _BODY.size], key), packet):
-        return None
-    magic, nonce, mark, arrived = _BODY.unpack(packet[: _BODY.size])
-    return magic, nonce, mark, arrived
-
-
-def choose_key(secret_file: Path | None) -> bytes:
-    """Return what probes are authenticated with: the secret of the file, else of the variables; empty without one."""
-    if secret_file is not None:
-        return read_secret_file(secret_file, who="--secret-file")
-    return read_secret(process_variables()) or b""
 
 
 def show_path(text: str, *, as_json: bool, key: bytes) -> int:
@@ -234,8 +204,7 @@ def listen_for_probes(port: int, *, for_s: float, key: bytes) -> None:
 
 def class_names(priorities: Priorities) -> dict[int, str]:
     """Return what travels under each mark."""
-    control = CONTROL_DSCP
-    names = {control: "control"}
+    names = {CONTROL_DSCP: "control"}
     for number, mark in enumerate(priorities.dscp or ()):
         names[mark] = f"{names[mark]}, class {number}" if mark in names else f"class {number}"
     return names
@@ -244,20 +213,18 @@ def class_names(priorities: Priorities) -> dict[int, str]:
 def judge_path(found: Sequence[PathMark], host: str, port: int) -> str:
     """Say what the marks' fate means, and what to do."""
     where = format_endpoint(host, port)
-    if all(one.arrived is None and one.returned is None for one in found):
+    if all(one.arrived is None for one in found):
         return (
             f"No answer from {where}: run `syncline doctor --listen --port {port}` there (with the same secret file, "
             "if there is one), and let UDP through to that port."
         )
     if all(one.survived for one in found):
         return "All marks survive in both directions: switches on the way can order what Syncline sends."
-    lost_there = [one.sent for one in found if one.arrived != one.sent]
-    lost_back = [one.sent for one in found if one.returned != one.sent]
-    ways = [
-        f"{_list(marks)} {verb}"
-        for marks, verb in ((lost_there, "on the way there"), (lost_back, "on the way back"))
-        if marks
-    ]
+    lost = {
+        "on the way there": [str(one.sent) for one in found if one.arrived != one.sent],
+        "on the way back": [str(one.sent) for one in found if one.returned != one.sent],
+    }
+    ways = [f"{', '.join(marks)} {way}" for way, marks in lost.items() if marks]
     return (
         f"Marks are changed or lost: {'; '.join(ways)}. On each switch and router of the path, trust DSCP on the ports "
         "of these hosts (often `mls qos trust dscp`, `qos trust dscp`, or no policy that rewrites it); clouds and "
@@ -267,12 +234,9 @@ def judge_path(found: Sequence[PathMark], host: str, port: int) -> str:
 
 
 def _open_everywhere(port: int) -> socket.socket:
-    """Listen on IPv4 and IPv6; on IPv4 alone where the machine has no IPv6."""
-    if socket.has_ipv6:
-        try:
-            return open_mark_socket(socket.AF_INET6, ("::", port))
-        except OSError:  # the kernel was started without it
-            pass
+    """Listen on IPv4 and IPv6; on IPv4 alone where the kernel was started without IPv6."""
+    with contextlib.suppress(OSError):
+        return open_mark_socket(socket.AF_INET6, ("::", port))
     return open_mark_socket(socket.AF_INET, ("0.0.0.0", port))  # noqa: S104 - others are to reach it
 
 
@@ -282,15 +246,8 @@ def _print_table(found: Sequence[PathMark], names: dict[int, str], host: str, po
     table.add_column("")
     for one in found:
         verdict = "[green]kept[/]" if one.survived else "[yellow]changed[/]"
-        if one.arrived is None and one.returned is None:
+        if one.arrived is None:
             verdict = "[red]no answer[/]"
-        table.add_row(names[one.sent], str(one.sent), _text(one.arrived), _text(one.returned), verdict)
+        marks = ("-" if mark is None else str(mark) for mark in (one.sent, one.arrived, one.returned))
+        table.add_row(names[one.sent], *marks, verdict)
     Console().print(table)
-
-
-def _text(mark: int | None) -> str:
-    return "-" if mark is None else str(mark)
-
-
-def _list(marks: Sequence[int]) -> str:
-    return ", ".join(map(str, marks))

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from syncline.errors import ConfigurationError
 from syncline.user_folder import opened, user_folder
+from syncline.variables import process_variables
 
 NAME = "secret"
 SECRET_BYTES = 32
@@ -31,6 +32,11 @@ def read_secret(values: Mapping[str, str]) -> bytes | None:
         return read_secret_file(named, who="SYNCLINE_SECRET_FILE")
     text = values.get("SYNCLINE_SECRET")
     return text.strip().encode() if text else None
+
+
+def choose_secret(path: Path | None) -> bytes | None:
+    """Return the secret in the file that ``--secret-file`` names, else that of the variables."""
+    return read_secret(process_variables()) if path is None else read_secret_file(path, who="--secret-file")
 
 
 def read_secret_file(path: str | Path, *, who: str) -> bytes:
