@@ -6,15 +6,14 @@ import signal
 from syncline.cli.launcher.supervisor import (
     Announce,
     Exit,
-    Interrupted,
     Limits,
     RankExited,
     RestartBudget,
     RestartLimits,
     SendSignal,
+    Signalled,
     StartAgain,
     Supervisor,
-    Terminated,
     TimePassed,
 )
 
@@ -101,7 +100,10 @@ def test_a_job_that_nobody_ends_well_has_failed_also_where_survivors_may_go_on()
 def test_ctrl_c_ends_survivors_that_may_go_on():
     job = Supervisor(range(2), Limits(grace_s=math.inf, interrupt_s=30.0))
     job.handle(ended(1, code=3), 1.0)
-    assert job.handle(Interrupted(), 2.0) == (Announce(reason="interrupt"), *sent(signal.SIGINT, 0))
+    assert job.handle(Signalled(signal_number=signal.SIGINT), 2.0) == (
+        Announce(reason="interrupt"),
+        *sent(signal.SIGINT, 0),
+    )
     assert job.wake_at_s == 32.0
 
 
@@ -120,17 +122,20 @@ def test_a_killed_rank_gives_the_exit_code_of_a_shell():
 
 def test_ctrl_c_is_passed_on_once_and_the_second_one_kills():
     job = supervisor(2)
-    assert job.handle(Interrupted(), 10.0) == (Announce(reason="interrupt"), *sent(signal.SIGINT, 0, 1))
+    assert job.handle(Signalled(signal_number=signal.SIGINT), 10.0) == (
+        Announce(reason="interrupt"),
+        *sent(signal.SIGINT, 0, 1),
+    )
     assert job.wake_at_s == 40.0
     assert job.handle(ended(0), 11.0) == ()
-    assert job.handle(Interrupted(), 12.0) == sent(signal.SIGKILL, 1)
+    assert job.handle(Signalled(signal_number=signal.SIGINT), 12.0) == sent(signal.SIGKILL, 1)
     job.handle(RankExited(rank=1, exit=Exit(signal_number=signal.SIGKILL)), 12.1)
     assert job.exit_code == 130
 
 
 def test_after_ctrl_c_a_rank_that_ends_badly_starts_the_grace_of_the_others():
     job = supervisor(2)
-    job.handle(Interrupted(), 10.0)
+    job.handle(Signalled(signal_number=signal.SIGINT), 10.0)
     assert job.handle(ended(0, code=1), 11.0) == ()
     assert job.wake_at_s == 16.0
     assert job.handle(TimePassed(), 16.0) == sent(signal.SIGTERM, 1)
@@ -140,7 +145,7 @@ def test_after_ctrl_c_a_rank_that_ends_badly_starts_the_grace_of_the_others():
 def test_ctrl_c_during_the_grace_does_not_prolong_it():
     job = supervisor(2)
     job.handle(ended(0, code=1), 10.0)
-    job.handle(Interrupted(), 12.0)
+    job.handle(Signalled(signal_number=signal.SIGINT), 12.0)
     assert job.wake_at_s == 15.0
 
 
@@ -148,13 +153,13 @@ def test_ctrl_c_after_sigterm_does_not_put_sigkill_off():
     job = supervisor(2)
     job.handle(ended(0, code=1), 10.0)
     job.handle(TimePassed(), 15.0)
-    job.handle(Interrupted(), 16.0)
+    job.handle(Signalled(signal_number=signal.SIGINT), 16.0)
     assert job.wake_at_s == 18.0
 
 
 def test_a_launcher_that_is_told_to_end_ends_its_ranks():
     job = supervisor(2)
-    event = Terminated(signal_number=signal.SIGTERM)
+    event = Signalled(signal_number=signal.SIGTERM)
     assert job.handle(event, 10.0) == (Announce(reason="termination"), *sent(signal.SIGTERM, 0, 1))
     assert job.wake_at_s == 13.0
     assert job.handle(event, 11.0) == ()
@@ -278,7 +283,7 @@ def test_nobody_starts_again_when_the_others_have_ended_or_the_user_ends_the_job
     assert job.exit_code == 137, "two had to end well"
     job = Supervisor(range(2), REJOINING)
     job.handle(killed(1), 10.0)
-    job.handle(Interrupted(), 10.5)
+    job.handle(Signalled(signal_number=signal.SIGINT), 10.5)
     assert job.handle(TimePassed(), 11.0) == ()
     assert job.living == {0}
 

@@ -37,16 +37,14 @@ from syncline.cli.launcher.supervisor import (
     Exit,
     Failure,
     Instruction,
-    Interrupted,
     Limits,
-    Noticed,
     RankExited,
     RestartBudget,
     RestartLimits,
     SendSignal,
+    Signalled,
     StartAgain,
     Supervisor,
-    Terminated,
     TimePassed,
 )
 from syncline.cli.launcher.terminal import Terminal, colour_of
@@ -339,7 +337,7 @@ class Runner:
         if stream.read(self._loop.time()) == b"":
             self._loop.remove_reader(stream.descriptor)  # its end; the rank's exit closes it
         if self._terminal.is_broken:
-            self.handle(Terminated(signal_number=signal.SIGPIPE))
+            self.handle(Signalled(signal_number=signal.SIGPIPE))
 
     def _on_exit(self, rank: int) -> None:
         handle = self.handles.pop(rank)
@@ -504,13 +502,11 @@ class _Attempts:
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
         """Turn signals into events; exec resets them to the default actions for the ranks."""
-        endings = (signal.SIGTERM, signal.SIGHUP)
-        self._loop.add_signal_handler(signal.SIGINT, self._handle, Interrupted())
-        for number in endings:
-            self._loop.add_signal_handler(number, self._handle, Terminated(signal_number=number))
-        self._loop.add_signal_handler(signal.SIGUSR2, self._handle, Noticed(signal_number=signal.SIGUSR2))
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+        for number in numbers:
+            self._loop.add_signal_handler(number, self._handle, Signalled(signal_number=number))
         yield
-        for number in (signal.SIGINT, signal.SIGUSR2, *endings):
+        for number in numbers:
             self._loop.remove_signal_handler(number)
 
     async def run(self) -> int:
@@ -540,10 +536,10 @@ class _Attempts:
             self._terminal.say(words, is_error=code != 0)
         return code
 
-    def _handle(self, event: Interrupted | Terminated | Noticed) -> None:
+    def _handle(self, event: Signalled) -> None:
         if self._runner is not None:
             self._runner.handle(event)
-        elif not isinstance(event, Noticed) and not self._told_to_end.done():
+        elif event.signal_number != signal.SIGUSR2 and not self._told_to_end.done():
             self._told_to_end.set_result(event.signal_number)
 
     def _announce(self, pause_s: float, *, joins: bool) -> None:

@@ -139,22 +139,11 @@ class RankExited:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interrupted:
-    """Event: the user pressed Ctrl-C."""
+class Signalled:
+    """Event: the launcher got a signal, as the user pressed Ctrl-C, for one; SIGPIPE: nobody reads its output any more.
 
-    signal_number: int = signal.SIGINT
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terminated:
-    """Event: the launcher was asked to end (SIGTERM, SIGHUP, or nobody reads its output any more)."""
-
-    signal_number: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Noticed:
-    """Event: a signal that the ranks are to have, and that ends nothing by itself."""
+    SIGUSR2 ends nothing by itself: the ranks are to have it.
+    """
 
     signal_number: int
 
@@ -164,7 +153,7 @@ class TimePassed:
     """Event: the time in ``wake_at_s`` has come."""
 
 
-Event = RankExited | Interrupted | Terminated | Noticed | TimePassed
+Event = RankExited | Signalled | TimePassed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,12 +257,8 @@ class Supervisor:
         """Decide what to do about ``event``."""
         if isinstance(event, RankExited):
             return self._on_exit(event, now_s)
-        if isinstance(event, Interrupted):
-            return self._on_interrupt(now_s)
-        if isinstance(event, Terminated):
-            return self._on_terminated(event, now_s)
-        if isinstance(event, Noticed):
-            return tuple(SendSignal(rank=rank, signal_number=event.signal_number) for rank in sorted(self.living))
+        if isinstance(event, Signalled):
+            return self._on_signal(event.signal_number, now_s)
         return self._on_time(now_s)
 
     def _on_exit(self, event: RankExited, now_s: float) -> tuple[Instruction, ...]:
@@ -312,20 +297,17 @@ class Supervisor:
         self._plan(now_s)
         return (Announce(reason="over" if is_over else "alone"), *self._on_time(now_s))
 
-    def _on_interrupt(self, now_s: float) -> tuple[Instruction, ...]:
+    def _on_signal(self, number: int, now_s: float) -> tuple[Instruction, ...]:
+        if number == signal.SIGUSR2:
+            return tuple(SendSignal(rank=rank, signal_number=number) for rank in sorted(self.living))
+        is_interrupt = number == signal.SIGINT
         if self.ended_by is not None:
-            return self._signal_all(signal.SIGKILL)
-        self.ended_by = signal.SIGINT
+            return self._signal_all(signal.SIGKILL) if is_interrupt else ()
+        self.ended_by = number
         self._pausing.clear()
-        self._plan(now_s + self._limits.interrupt_s)
-        return (Announce(reason="interrupt"), *self._signal_all(signal.SIGINT))
-
-    def _on_terminated(self, event: Terminated, now_s: float) -> tuple[Instruction, ...]:
-        if self.ended_by is not None:
-            return ()
-        self.ended_by = event.signal_number
-        self._pausing.clear()
-        self._plan(now_s)
+        self._plan(now_s + self._limits.interrupt_s * is_interrupt)
+        if is_interrupt:
+            return (Announce(reason="interrupt"), *self._signal_all(signal.SIGINT))
         return (Announce(reason="termination"), *self._on_time(now_s))
 
     def _on_time(self, now_s: float) -> tuple[Instruction, ...]:
