@@ -252,7 +252,7 @@ def _choose_join(chosen: Mapping[str, Any], said: Arguments, group: GroupPlace |
 
 
 def _choose_join_port(values: Mapping[str, str], chosen: Mapping[str, Any]) -> int | None:
-    port = chosen["join_port"]
+    port: int | str | None = chosen["join_port"]
     if isinstance(port, str):
         port = whole_number(values, "SYNCLINE_JOIN_PORT", 0)
     if port is not None and not 0 <= port <= MAX_PORT:

@@ -190,7 +190,7 @@ class _Ways:
             addresses=list(environment.join),
             topology=_text_of(environment.topology),
         )
-        terms = entry.ask().terms
+        terms = entry.ask()
         environment = with_address(_adopted(replace(environment, topology=None), terms))
         service.adopt(environment.fabric, terms)
         entry.options = environment.fabric

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import pydoc
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -182,12 +180,4 @@ def _make(spec: str) -> tuple[nn.Module, Any]:
 
 
 def _load(place: str) -> Any:
-    if not place.endswith(".py"):
-        return importlib.import_module(place)
-    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return pydoc.importfile(place) if place.endswith(".py") else importlib.import_module(place)

@@ -42,17 +42,13 @@ class CallSettings(BasicSettings, total=False):
     """The caller's number type, where the reduction is of plain bytes."""
 
 
+_COMMON = ("stream", "label", "step", "urgency", "connection_class", "timeout_s")
+
+
 def common_settings(settings: BasicSettings, *, label: str, stream: int, timeout_s: float) -> dict[str, Any]:
     """Return what any :class:`Call` is made with: what ``settings`` say, else what is given beside them."""
-    asked_s = settings.get("timeout_s")
-    return {
-        "stream": settings.get("stream", stream),
-        "label": settings.get("label", label),
-        "step": settings.get("step"),
-        "urgency": settings.get("urgency", 0),
-        "connection_class": settings.get("connection_class", 0),
-        "timeout_s": timeout_s if asked_s is None else asked_s,
-    }
+    asked = {name: settings[name] for name in _COMMON if settings.get(name) is not None}  # type: ignore[literal-required]
+    return {"stream": stream, "label": label, "timeout_s": timeout_s} | asked
 
 
 DETAILS = " -- "

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from syncline.errors import ConfigurationError, FabricError, SynclineError
-from syncline.fabric import PeerLeftError, PeerStalls, Transport
+from syncline.fabric import PeerLeftError, Transport
 from syncline.fabric.slice_executor import NUMBER_MASK, Execution, SlicedCall, check_tags_fit, first_tag
 from syncline.observe import NullTrace, Trace
 from syncline.runtime import control, failures
@@ -80,29 +80,6 @@ class ActiveCall:
             self.timer.cancel()
         if self.execution is not None:
             self.execution.stop()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overdue:
-    """A call that waits for stalled ranks, and in how many seconds it will have waited enough; 0.0 or less: now."""
-
-    active: ActiveCall
-    peers: tuple[int, ...]
-    in_s: float
-
-
-def find_overdue(calls: Iterable[ActiveCall], stalls: PeerStalls, predecessor: int, *, now_s: float) -> Overdue | None:
-    """Return the call that will be, or is, overdue first; None if none waits for a stalled rank.
-
-    A rank may do something else for long before others begin to wait for it, so the waiting counts as well: a call is
-    overdue once it has waited for the limit, for ranks that have been still for the limit.
-    """
-    found = [
-        Overdue(active=active, peers=tuple(sorted(peers)), in_s=active.started_s + stalls.limit_s - now_s)
-        for active in calls
-        if (peers := active.awaited_peers(predecessor) & stalls.stalled)
-    ]
-    return min(found, key=lambda overdue: overdue.in_s, default=None)
 
 
 class Engine:
@@ -492,17 +469,25 @@ class Engine:
             self._look_for_stalls()
 
     def _look_for_stalls(self) -> None:
-        """End the calls if one has waited too long for a stalled rank; else look again when one will have."""
+        """End the calls if one has waited too long for a stalled rank; else look again when one will have.
+
+        A rank may do something else for long before others begin to wait for it, so the waiting counts as well: a call
+        is overdue once it has waited for the limit, for ranks that have been still for the limit.
+        """
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None
         stalls = self._fabric.stalls
-        overdue = find_overdue(self._calls.values(), stalls, self._predecessor, now_s=self._clock.time())
-        if overdue is not None and overdue.in_s <= 0:
-            culprits = {peer: [self._rank] for peer in overdue.peers}
-            self._be_late(overdue.active.call, culprits, [self._rank], since_s=overdue.active.started_s)
-        elif overdue is not None:
-            self._stall_timer = self._clock.call_later(overdue.in_s, self._look_for_stalls)
+        waiting = [one for one in self._calls.values() if one.awaited_peers(self._predecessor) & stalls.stalled]
+        first = min(waiting, key=lambda one: one.started_s, default=None)
+        if first is None:
+            return
+        in_s = first.started_s + stalls.limit_s - self._clock.time()
+        if in_s > 0:
+            self._stall_timer = self._clock.call_later(in_s, self._look_for_stalls)
+            return
+        culprits = {peer: [self._rank] for peer in first.awaited_peers(self._predecessor) & stalls.stalled}
+        self._be_late(first.call, culprits, [self._rank], since_s=first.started_s)
 
     def late(self, call: Call, absent: Sequence[int], present: Sequence[int], waited_s: float) -> None:
         """End all calls, as ``absent`` ranks did not come to one in which ``present`` ones wait beside the engine."""

@@ -7,12 +7,11 @@ chosen, and nothing else than the call's own arguments goes in.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import cached_property, lru_cache, partial
 from typing import Literal
 
-from syncline.schedule import PLANNERS, Collective, Draft, Layout, Schedule, lower_bound, verify
+from syncline.schedule import PLANNERS, Collective, Layout, Schedule, lower_bound, verify
 from syncline.schedule.cost import LEAST_BYTES_PER_RANK, predicted_slice_bytes
 from syncline.schedule.planners import best_of, draft_all
 from syncline.topology import Topology
@@ -61,7 +60,7 @@ class Plans:
         self.slice_bytes = slice_bytes or _slice_bytes(topology)
         self._largest_slice_bytes = max(self.slice_bytes, _slice_bytes_without_rates(topology))
         self._schedules: dict[tuple[Collective, int, str, int], Schedule] = {}
-        self._drafts: OrderedDict[tuple[Collective, str, int], list[Draft]] = OrderedDict()
+        self._draft_all = lru_cache(MOST_DRAFTED)(partial(draft_all, topology))
         self._lay_out = lru_cache(max_layouts)(partial(_lay_out, NUM_RAMP if topology.has_rates else 0))
         self._lock = threading.Lock()
 
@@ -95,11 +94,7 @@ class Plans:
     def _plan(self, collective: Collective, num_bytes: int, target: Target, root: int) -> Schedule:
         if self.planner is not None:
             return self.planner(self._topology, collective, num_bytes, target, root)
-        key = (collective, target, root)
-        drafts = self._drafts.get(key) or draft_all(self._topology, collective, target=target, root=root)
-        self._drafts[key] = drafts
-        if len(self._drafts) > MOST_DRAFTED:
-            self._drafts.popitem(last=False)
+        drafts = self._draft_all(collective, target=target, root=root)
         draft = best_of(drafts, self._topology, num_bytes, slice_bytes=predicted_slice_bytes(self._topology))
         known = (schedule for schedule in self._schedules.values() if schedule.transfers is draft.transfers)
         return next(known, None) or verify(draft)

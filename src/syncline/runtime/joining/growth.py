@@ -190,14 +190,6 @@ def _generation(message: dict[str, Any]) -> Generation:
     return Generation(epoch=int(message["epoch"]), job_nonce=bytes.fromhex(message["nonce"]), members=tuple(members))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
-    """What a newcomer is told when it may wait."""
-
-    job: JobRecord
-    terms: Mapping[str, Any]
-
-
 @dataclass(slots=True, kw_only=True)
 class Entry:
     """One newcomer's way in; for one thread. ``loop`` runs, and the fabric will live on it."""
@@ -216,14 +208,14 @@ class Entry:
     """Whether a member has said that the job is."""
     _waits_for: str = ""
 
-    def ask(self) -> Welcome:
-        """Ask to come in, within ``options.connect_s``.
+    def ask(self) -> Mapping[str, Any]:
+        """Ask to come in, within ``options.connect_s``; return what this process takes over from the job.
 
         Raises ``HandshakeError`` with the reason: another secret, job or version, no member there, no elastic job, a
         member already, too many that wait, no clear place.
         """
 
-        async def ask() -> Welcome:
+        async def ask() -> Mapping[str, Any]:
             async with self._telling():
                 return await self._ask()
 
@@ -263,13 +255,16 @@ class Entry:
         finally:
             telling.cancel()
 
-    async def _ask(self) -> Welcome:
+    async def _ask(self) -> Mapping[str, Any]:
         why, now_s = "nobody was asked", asyncio.get_running_loop().time
         until_s = now_s() + self.options.connect_s
         while (left_s := until_s - now_s()) > 0:
             answer = await self._ask_once(left_s)
             if answer["kind"] == "welcome":
-                return self._welcomed(answer)
+                self.addresses = [address_of(each) for each in answer["addresses"]]
+                self._is_over = False
+                terms: Mapping[str, Any] = answer["terms"]
+                return terms
             why = self._go_elsewhere(answer) if answer["kind"] == "elsewhere" else _reason(answer)
             self._waits_for = why
             await asyncio.sleep(PAUSE_S)
@@ -308,11 +303,6 @@ class Entry:
     def _go_elsewhere(self, answer: Message) -> str:
         self.addresses = [address_of(each) for each in answer["addresses"]]
         return "its members name one another, and none of them lets it in"
-
-    def _welcomed(self, answer: Message) -> Welcome:
-        self.addresses = [address_of(each) for each in answer["addresses"]]
-        self._is_over = False
-        return Welcome(job=JobRecord.from_json(answer["job"]), terms=answer["terms"])
 
     async def _enter(self, lines: list[str], timeout_s: float) -> Admitted:
         try:
