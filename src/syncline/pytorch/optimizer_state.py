@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -82,50 +83,31 @@ def divided_state(updater: Updater) -> Mapping[torch.Tensor, Mapping[str, Any]]:
 _DIVIDED = object()
 
 
-class _ReadOnlyState(MutableMapping[Any, Any]):
+class _ReadOnlyState(UserDict[Any, Any]):
     """State of which each rank has a part: changes are refused, since nobody would read them."""
 
     def __init__(self, values: dict[Any, Any]) -> None:
-        self._values = values
+        self.data = values
 
-    def __getitem__(self, key: Any) -> Any:
-        return self._values[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._values
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._refuse()
-
-    def __delitem__(self, key: Any) -> None:
-        self._refuse()
-
-    def __ior__(self, _: object) -> NoReturn:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def __setitem__(self, *_: Any) -> NoReturn:
         raise UpdateError(
             "optimizer.state cannot be changed with Sharded(), whose ranks each keep a part of the state, where nobody "
             "reads this; give a whole state to optimizer.load_state_dict(...), on every rank, keep values of your own "
             "in a dict of your own, or use update=AllReduce()"
         )
 
+    __delitem__ = __ior__ = __setitem__  # type: ignore[assignment]  # which refuse as well
+
 
 class _DividedStates(_ReadOnlyState):
     """The states of all parameters; as with torch's own, those that have none yet have an empty one."""
 
     def __getitem__(self, key: torch.Tensor) -> Any:
-        return self._values[key] if key in self else _ReadOnlyState({})
+        return self.data[key] if key in self else _ReadOnlyState({})
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return the state of a parameter, or ``default``."""
-        return self._values.get(key, default)
+        return self.data.get(key, default)
 
 
 class _DividedState(_ReadOnlyState):
@@ -136,12 +118,12 @@ class _DividedState(_ReadOnlyState):
         self._parameter = parameter
 
     def __contains__(self, key: object) -> bool:
-        if not self._values:
+        if not self.data:
             self._refuse_to_read(key)
-        return key in self._values
+        return key in self.data
 
     def __getitem__(self, key: str) -> Any:
-        value = self._values[key] if self._values else _DIVIDED
+        value = self.data[key] if self.data else _DIVIDED
         if value is _DIVIDED:
             self._refuse_to_read(key)
         return value
