@@ -11,15 +11,14 @@ never more than was measured. After StageFrontier (arXiv 2606.06751), which comp
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import resource
-import struct
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
-from operator import attrgetter
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import chain
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -47,13 +46,9 @@ LEAST_FAULTS_PER_S = 20.0
 """Times a second that a process waits for memory which is on a disk."""
 SILENT_REPORTS = 3
 """Who has not told so many times in a row is silent."""
-MOST_FLOWS = 400
+MOST_FLOWS = 250
 """Of a report; where a rank sends to more, those that carry least are left out."""
-_COUNTS = ("num_calls", "num_steps", "num_samples", "num_faults", "num_at_place", "pid")
-_AMOUNTS = ("total_s", "waited_s", "steps_s", "lacked_s", "stored_s", "loss")
-_FIXED = struct.Struct(f"<BB{len(_COUNTS)}Q{len(Looks._fields)}I{len(PHASES)}d{len(_AMOUNTS)}dHH")
-_FLOW = struct.Struct("<HQQI")
-_MOST_PLACE_BYTES = 200
+_MOST_PLACE_CHARS = 200
 STARTING = "starting"
 """Outside of the phases while no step is finished: it imports, reads data, or compiles."""
 NUM_KEPT_LINES = 5
@@ -94,45 +89,31 @@ class PaceReport:
 
     def encode(self) -> bytes:
         """Return it as it travels."""
-        moved = [
-            (round(flow.sent_bytes), peer, round(flow.lost_bytes), round(1000 * flow.busy_s))
-            for peer, flow in self.flows.items()
-        ]
-        kept = sorted(moved, reverse=True)[:MOST_FLOWS]
-        place = self.place.encode()[:_MOST_PLACE_BYTES]
-        numbers = (*attrgetter(*_COUNTS)(self), *self.looks, *self.own_s, *attrgetter(*_AMOUNTS)(self))
-        fixed = _FIXED.pack(PHASES.index(self.phase), self.is_waiting, *numbers, len(kept), len(place))
-        return fixed + b"".join(_FLOW.pack(peer, sent, *more) for sent, peer, *more in kept) + place
+        kept = sorted(self.flows.items(), key=lambda one: -one[1].sent_bytes)[:MOST_FLOWS]
+        return json.dumps(asdict(replace(self, flows=dict(kept), place=self.place[:_MOST_PLACE_CHARS]))).encode()
 
     @classmethod
     def decode(cls, body: bytes, num_ranks: int) -> PaceReport:
         """Read one; :class:`ControlError` for what is none."""
         try:
-            phase, is_waiting, *numbers, num_kept, num_place = _FIXED.unpack_from(body)
-            end = _FIXED.size + num_kept * _FLOW.size
-            moved = list(_FLOW.iter_unpack(body[_FIXED.size : end]))
-        except struct.error as error:
+            told = json.loads(body)
+            told["flows"] = {int(peer): Flow(*flow) for peer, flow in told["flows"].items()}
+            told["looks"], told["own_s"] = Looks(*told["looks"]), tuple(told["own_s"])
+            told["place"] = escape_text(told["place"], max_chars=_MOST_PLACE_CHARS)
+            report = cls(**told)
+            numbers = [getattr(report, name) for name in _NUMBERS]
+            numbers += [*report.own_s, *report.looks, *chain.from_iterable(report.flows.values())]
+            is_possible = all(math.isfinite(one) and one >= 0 for one in numbers) and isinstance(report.loss, float)
+            is_known = report.phase in PHASES and len(report.own_s) == len(PHASES)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise ControlError("of its pace what cannot be read") from error
-        read = iter(numbers)
-        counts = dict(zip(_COUNTS, read, strict=False))
-        looks, own_s = Looks(*islice(read, len(Looks._fields))), tuple(islice(read, len(PHASES)))
-        amounts = dict(zip(_AMOUNTS, read, strict=False))
-        *seconds, _ = *own_s, *amounts.values()  # all but the loss, which may be any number
-        is_whole = len(moved) == num_kept and len(body) == end + num_place
-        if not is_whole or phase >= len(PHASES) or any(peer >= num_ranks for peer, *_ in moved):
-            raise ControlError("of its pace what cannot be read")
-        if not all(math.isfinite(one) and one >= 0 for one in seconds):
+        if not (is_possible and is_known and all(0 <= peer < num_ranks for peer in report.flows)):
             raise ControlError("of its pace what cannot be")
-        return cls(
-            phase=PHASES[phase],
-            is_waiting=bool(is_waiting),
-            own_s=own_s,
-            flows={peer: Flow(sent, lost, busy_ms / 1000) for peer, sent, lost, busy_ms in moved},
-            looks=looks,
-            place=escape_text(body[end:], max_chars=_MOST_PLACE_BYTES),
-            **counts,
-            **amounts,
-        )
+        return report
+
+
+_NUMBERS = [one.name for one in fields(PaceReport) if one.type in ("int", "float") and one.name != "loss"]
+"""All but the loss, which may be any number."""
 
 
 def take_pace(progress: Progress, statistics: FleetStatistics, watch: ThreadWatch) -> PaceReport:
