@@ -354,7 +354,6 @@ NOT_CALLED: dict[str, str] = {
         (
             "syncline.Fleet.add_update",
             "syncline.DistributedOptimizer.go_on",
-            "syncline.DistributedOptimizer.grow_with",
             "syncline.CheckpointWork.end",
             "syncline.CheckpointWork.settle",
             "syncline.Priorities.choose",

@@ -83,7 +83,8 @@ class GradientCollector:
         self._outer_task = -1
         self._uncleared: dict[int, torch.Tensor] = {}
         """Gradients that were there when the pass began, by position: who keeps one finds the new gradient in it."""
-        self._weight = 0.0
+        self.last_weight = 0.0
+        """This rank's weight in the last pass."""
         self._expected_total = 1.0
         self._scale = 1.0
         self.is_synchronised = True
@@ -96,11 +97,6 @@ class GradientCollector:
             self._hear(parameter, partial(self._on_gradient, bucket, slot, parameter))
         for parameter in outside.candidates:
             self._hear(parameter, partial(self._on_outside, parameter))
-
-    @property
-    def last_weight(self) -> float:
-        """This rank's weight in the last pass."""
-        return self._weight
 
     @property
     def has_contributions(self) -> bool:
@@ -200,7 +196,7 @@ class GradientCollector:
         if fired <= self._expected[position]:
             self._remaining[index] -= 1
             if self._has_learnt and self._remaining[index] == 0:
-                self._leave(bucket, is_early=self._weight > 0)
+                self._leave(bucket, is_early=self.last_weight > 0)
 
     def _on_outside(self, parameter: torch.nn.Parameter, _: Any, __: Any) -> None:
         if self._outside.note(parameter) and self.is_synchronised and not self._is_running:
@@ -218,7 +214,7 @@ class GradientCollector:
             self._keep_apart()
         if self._sparse is not None:
             self._sparse.start_pass()
-        self._weight = weight
+        self.last_weight = weight
         self._expected_total = self._reports.expected_total(weight + self._contributions.weight)
         self._scale = weight / self._expected_total
         self._updater.weigh(weight + self._contributions.weight, self._expected_total)
@@ -288,15 +284,15 @@ class GradientCollector:
                 self._leave(bucket)
         contributed = self._contributions
         present = [
-            (fired > 0 and self._weight > 0) or position in contributed.positions
+            (fired > 0 and self.last_weight > 0) or position in contributed.positions
             for position, fired in enumerate(self._fired)
         ]
-        notes = (self._samples.batch if self._weight else -1.0, *self._watch.notes())
-        weight = self._weight + contributed.weight
+        notes = (self._samples.batch if self.last_weight else -1.0, *self._watch.notes())
+        weight = self.last_weight + contributed.weight
         contributed.clear()
         self.report = self._reports.start(weight, self._expected_total, present, notes, step=self._updater.step_number)
         exist = self._updater.finish_backward(self.report)
-        self._outside.average(self._weight)
+        self._outside.average(self.last_weight)
         if self._fired != self._expected:
             self._expected = [max(old, new) for old, new in zip(self._expected, self._fired, strict=True)]
         self._has_learnt = self._has_learnt or any(self._fired)

@@ -20,6 +20,7 @@ from torch import nn
 
 from syncline.errors import UpdateError
 from syncline.updates.bucket import Slot, placed
+from syncline.updates.divided import DividedGradients
 from syncline.updates.private_torch import UNSCALE, tensor_without_memory
 from syncline.updates.rule import Updater
 
@@ -53,6 +54,13 @@ class DividedGradient(torch.Tensor):
         stand_in.fresh = None
         stand_in.is_past = False
         return stand_in
+
+    @property
+    def divided(self) -> DividedGradients:
+        """What works on the parts of all gradients together."""
+        divided = self.updater.divided_gradients
+        assert divided is not None, "only divided gradients are stood in for"
+        return divided
 
     def take_fresh(self) -> torch.Tensor:
         """Return what autograd has added since the last call: this rank's own gradient, in the parameter's shape."""
@@ -128,10 +136,8 @@ def _norm(
 ) -> torch.Tensor:
     if (dim is not None and len(_dimensions(dim)) != gradient.dim()) or keepdim:
         raise _refusal(f"A norm by rows or columns (dim={dim!r}, keepdim={keepdim})")
-    divided = gradient.updater.divided_gradients
-    assert divided is not None, "only divided gradients are stood in for"
     order = 2.0 if p in {"fro", None} else float(p)
-    value = divided.norms(order)[gradient.slot.position]
+    value = gradient.divided.norms(order)[gradient.slot.position]
     return value.to(gradient.device, dtype or gradient.dtype)
 
 
@@ -154,9 +160,7 @@ def _number(value: Any, name: str) -> float:
 
 
 def _multiply(gradient: DividedGradient, factor: Any) -> DividedGradient:
-    divided = gradient.updater.divided_gradients
-    assert divided is not None, "only divided gradients are stood in for"
-    divided.scale(_number(factor, "mul_()"), (gradient.slot.position,))
+    gradient.divided.scale(_number(factor, "mul_()"), (gradient.slot.position,))
     return gradient
 
 
@@ -171,8 +175,7 @@ def _check_and_unscale(
     gradients: Sequence[DividedGradient], found_inf: torch.Tensor, inverse_scale: torch.Tensor
 ) -> None:
     """Do what ``GradScaler`` asks: tell of infinities on any rank, and multiply all gradients."""
-    divided = gradients[0].updater.divided_gradients
-    assert divided is not None, "only divided gradients are stood in for"
+    divided = gradients[0].divided
     positions = [gradient.slot.position for gradient in gradients]
     if divided.has_nonfinite(positions):
         found_inf.fill_(1.0)
@@ -180,9 +183,7 @@ def _check_and_unscale(
 
 
 def _change(gradient: DividedGradient, function: Callable[[torch.Tensor], object]) -> DividedGradient:
-    divided = gradient.updater.divided_gradients
-    assert divided is not None, "only divided gradients are stood in for"
-    divided.change(gradient.slot.position, function)
+    gradient.divided.change(gradient.slot.position, function)
     return gradient
 
 

@@ -115,7 +115,7 @@ class GrowingTraining:
         """What this rank has of a divided state, while the training is taken away."""
         self._before: Updater | None = None
         """What worked on the model before it was taken away."""
-        optimizer.grow_with(self)
+        optimizer.growing = self
 
     @property
     def iteration(self) -> int:

@@ -74,7 +74,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.training = training
         self._elastic = elastic
-        self._growing: Growing | None = None
+        self.growing: Growing | None = None
+        """What lets newcomers in; None in a job that takes nobody in."""
         self.heed: Callable[[Mapping[int, Notice]], None] | None = None
         """Does what ranks were told of their end; set by who knows the fleet."""
         self.follower: RateFollower | None = None
@@ -154,8 +155,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         notices, place = self.training.notices(), id(self.training)  # a reference would keep it where the job grows
         if self._elastic is not None:
             self._elastic.end_step()
-            if self._growing is not None:
-                self._growing.end_step()
+            if self.growing is not None:
+                self.growing.end_step()
         if self.follower is not None:
             self.follower.end_step()
         if self.rule_watch is not None:
@@ -181,15 +182,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Step another training of the same model from now on: that on a larger fleet."""
         self.training, self._elastic = training, elastic
 
-    def grow_with(self, growing: Growing) -> None:
-        """Tell ``growing`` of the end of every step, and of what is offered to newcomers."""
-        self._growing = growing
-
-    @property
-    def growing(self) -> Growing | None:
-        """What lets newcomers in; None in a job that takes nobody in."""
-        return self._growing
-
     @property
     def extra(self) -> Any:
         """What the members offered when this rank came into a running job (:meth:`offer_extra`); None if it did not.
@@ -198,7 +190,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         >>> optimizer.extra is None  # it was there at the start
         True
         """
-        return None if self._growing is None else self._growing.extra
+        return None if self.growing is None else self.growing.extra
 
     @checked
     def offer_extra(self, function: Callable[[], Any]) -> None:
@@ -222,8 +214,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             json.dumps(function())
         except (TypeError, ValueError) as error:
             raise UpdateError(f"What is offered to newcomers must be what JSON can say, but {error}") from error
-        if self._growing is not None:
-            self._growing.offer = function
+        if self.growing is not None:
+            self.growing.offer = function
 
     @checked
     def on_membership_change(self, function: Callable[[MembershipChange], None]) -> None:

@@ -96,7 +96,7 @@ class _ReadOnlyState(UserDict[Any, Any]):
             "in a dict of your own, or use update=AllReduce()"
         )
 
-    __delitem__ = __ior__ = __setitem__  # type: ignore[assignment]  # which refuse as well
+    __delitem__ = __ior__ = __setitem__  # which refuse as well
 
 
 class _DividedStates(_ReadOnlyState):

@@ -39,8 +39,8 @@ OPS = tuple(_UFUNCS)
 
 
 @dataclass(frozen=True, slots=True)
-class _Integers:
-    """Sums (and products) that wrap around, as integers do."""
+class _NumpyReduction:
+    """Sums (and products) wrap around, as integers do, or overflow to infinity: who reads the result judges that."""
 
     dtype: str
     itemsize: int
@@ -53,17 +53,8 @@ class _Integers:
     def add_both(self, into: memoryview, first: memoryview, second: memoryview) -> None:
         """Make ``into`` the sum of two."""
         left, right, result = (np.frombuffer(view, self.dtype) for view in (first, second, into))
-        _UFUNCS[self.op](left, right, out=result)
-
-
-@dataclass(frozen=True, slots=True)
-class _Floats(_Integers):
-    """Sums that may overflow to infinity: whoever reads the result judges that, so numpy need not warn."""
-
-    def add_both(self, into: memoryview, first: memoryview, second: memoryview) -> None:
-        """Make ``into`` the sum of two."""
         with np.errstate(over="ignore", invalid="ignore"):
-            _Integers.add_both(self, into, first, second)
+            _UFUNCS[self.op](left, right, out=result)
 
 
 def numpy_reduction(dtype: str, op: str = "sum") -> Reduction:
@@ -79,5 +70,4 @@ def numpy_reduction(dtype: str, op: str = "sum") -> Reduction:
     numbers = np.dtype(dtype)
     if op in BITWISE_OPS and numbers.kind == "f":
         raise ConfigurationError(f"There is no {op} of {dtype}, only of integers; give the buffer an integer type")
-    kind = _Floats if numbers.kind == "f" else _Integers
-    return kind(dtype, numbers.itemsize, op)
+    return _NumpyReduction(dtype, numbers.itemsize, op)

@@ -370,11 +370,7 @@ class Growth:
         self._failed_attempt = 0
         self._address = resolve_address(options.address)
         options.check_exposure(self._address)
-        if options.secret is None and not options.insecure:
-            raise ConfigurationError(
-                "whoever joins proves that it has the job's secret, and there is none: anyone on this machine could; "
-                "give FabricOptions(secret=) at least 32 bytes"
-            )
+        assert options.secret is not None or options.insecure, "whoever joins proves that it has the job's secret"
         sock = _listen(self._address, options, port)
         self.join_address: Address = advertised_endpoint(self._address, sock.getsockname()[1], options)
         self._loop = CommunicationLoop("syncline-join")
