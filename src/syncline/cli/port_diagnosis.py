@@ -15,7 +15,6 @@ import ipaddress
 import json
 import os
 import socket
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -37,9 +36,6 @@ TRIES = 3
 """Of one port, once its host is known to be there."""
 DIAL_S = 2.0
 PAUSE_S = 0.3
-_HEAD = struct.Struct("!8sI")
-_MAGIC = b"SLports1"
-_MAC_BYTES = 32
 
 
 class Outcome(StrEnum):
@@ -121,7 +117,7 @@ class PortProbes:
     async def _listen(self, port: int) -> asyncio.Server | None:
         address = self.addresses[self.own]
         try:
-            return await asyncio.start_server(self._serve, address, port)
+            return await asyncio.start_server(self._serve, address, port, limit=MAX_BYTES)
         except OSError as error:
             if port not in self.taken:
                 self.taken.append(port)
@@ -135,7 +131,7 @@ class PortProbes:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, EOFError, ValueError):
             async with asyncio.timeout(DIAL_S):
-                self._hear(await self._read(reader))
+                self._hear(self._body(await reader.readline()))
                 writer.write(self._message())
                 await writer.drain()
                 await reader.read(1)  # until the other end has it
@@ -162,7 +158,7 @@ class PortProbes:
     async def _dial(self, host: int, port: int) -> Outcome:
         try:
             async with asyncio.timeout(DIAL_S):
-                reader, writer = await asyncio.open_connection(self.addresses[host], port)
+                reader, writer = await asyncio.open_connection(self.addresses[host], port, limit=MAX_BYTES)
         except ConnectionRefusedError:
             return Outcome.REFUSED
         except OSError:  # TimeoutError is one
@@ -170,7 +166,7 @@ class PortProbes:
         try:
             async with asyncio.timeout(DIAL_S):
                 writer.write(self._message())
-                self._hear(await self._read(reader))
+                self._hear(self._body(await reader.readline()))
         except (ValueError, EOFError, OSError):
             return Outcome.OTHER
         finally:
@@ -189,18 +185,15 @@ class PortProbes:
                 found=self.found,
             )
         )
-        return _HEAD.pack(_MAGIC, len(body)) + body + self._code(body)
+        return self._code(body) + b" " + body + b"\n"
 
     def _code(self, body: bytes) -> bytes:
-        return hmac.digest(b"syncline port probes 1\0" + self.key, body, "sha256")
+        return hmac.digest(b"syncline port probes 2\0" + self.key, body, "sha256").hex().encode()
 
-    async def _read(self, reader: asyncio.StreamReader) -> bytes:
-        magic, num_bytes = _HEAD.unpack(await reader.readexactly(_HEAD.size))
-        if magic != _MAGIC or num_bytes > MAX_BYTES:
-            raise ValueError("no probe")
-        body = await reader.readexactly(num_bytes)
-        if not hmac.compare_digest(await reader.readexactly(_MAC_BYTES), self._code(body)):
-            raise ValueError("another secret")
+    def _body(self, message: bytes) -> bytes:
+        code, _, body = message.removesuffix(b"\n").partition(b" ")
+        if not hmac.compare_digest(code, self._code(body)):
+            raise ValueError("no probe, or with another secret")
         return body
 
     def _hear(self, body: bytes) -> None:
