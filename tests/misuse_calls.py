@@ -7,6 +7,7 @@ library alone stand in :data:`NOT_CALLED`, with who does.
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property
@@ -70,6 +71,7 @@ class World(ExitStack):
 
     def saved(self) -> torch.nn.Module:
         model = torch.nn.Linear(4, 2)
+        shutil.rmtree("saved", ignore_errors=True)  # where a call before has kept several
         syncline.save_checkpoint("saved", model)
         return model
 
