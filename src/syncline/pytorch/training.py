@@ -66,7 +66,8 @@ class Training:
         self._joining = Joining(joins, updater.optimizer) if helpers else None
         self.is_helper = control.rank in helpers
         """Whether this rank has no data, and follows the others in :meth:`serve`."""
-        self._bucketed = frozenset(tensor for bucket in updater.buckets for tensor in bucket.tensors)
+        self.tensors = frozenset(tensor for bucket in updater.buckets for tensor in bucket.tensors)
+        """The parameters that lie in this training's buckets."""
         self._consistency = Consistency(model, updater, every=check_every)
         self._watch = _watch_steps(updater, notice)
         self._collector = GradientCollector(
@@ -75,7 +76,7 @@ class Training:
             samples,
             self._watch,
             sparse=SparseGradients(model, updater.buckets, control) if updater.takes_sparse_gradients else None,
-            outside=OutsideGradients(model, updater, self._bucketed),
+            outside=OutsideGradients(model, updater, self.tensors),
             before=self._before_backward,
             after=self._after_backward,
         )
@@ -141,11 +142,6 @@ class Training:
         self._buffers.begin_forward()
 
     @property
-    def tensors(self) -> frozenset[nn.Parameter]:
-        """The parameters that lie in this training's buckets."""
-        return self._bucketed
-
-    @property
     def is_joining(self) -> bool:
         """Whether it is within :meth:`join`."""
         return self._joining is not None
@@ -205,17 +201,17 @@ class Training:
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
         """Drop all gradients, also combined ones that were not used for a step; or make them zeros."""
-        if not self.calls.zero_grad(set_to_none=set_to_none) and any(p.grad is not None for p in self._bucketed):
+        if not self.calls.zero_grad(set_to_none=set_to_none) and any(p.grad is not None for p in self.tensors):
             return  # so it was meant
         if not set_to_none:
-            for tensor in self._bucketed:
+            for tensor in self.tensors:
                 if tensor.grad is not None:
                     tensor.grad.zero_()
             return
         self._after_pass = None
         self._samples.drop_pass()
         self.updater.discard()
-        for tensor in self._bucketed:
+        for tensor in self.tensors:
             tensor.grad = None
         self._collector.has_local_gradients = False
 
@@ -304,7 +300,7 @@ class Training:
 
     def _make_complete(self) -> bool:
         """See that there are combined gradients to step on; return whether this rank has brought nothing to them."""
-        has_gradients, is_idle = any(tensor.grad is not None for tensor in self._bucketed), False
+        has_gradients, is_idle = any(tensor.grad is not None for tensor in self.tensors), False
         if has_gradients and self._collector.has_local_gradients:
             raise UpdateError(
                 "step() came after a backward pass under no_sync(), so the gradients of other ranks are missing; run "
@@ -338,7 +334,7 @@ class Training:
                 loss = self.updater.step_with_closure(self._averaged(closure))
         if self._stand_ins:
             # Graphs that are kept over the step hold values that the all-gather is about to overwrite.
-            torch.autograd.graph.increment_version(self._bucketed)
+            torch.autograd.graph.increment_version(self.tensors)
         if self.updater.is_synchronous:
             self._end_step_of_buffers()
         self.tuner.end_step()
@@ -409,7 +405,7 @@ class Training:
     def _before_backward(self) -> None:
         self.check_open()
         self._watch.read()
-        if sum(tensor.grad is not None for tensor in self._bucketed) <= 1:  # only that whose gradient begins the pass
+        if sum(tensor.grad is not None for tensor in self.tensors) <= 1:  # only that whose gradient begins the pass
             self._watch.forget()
         if self._joining is not None and not self._following:
             self._joining.announce_pass()
@@ -443,7 +439,7 @@ class Training:
     def _check_groups(self) -> None:
         for group in self.updater.optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.requires_grad and parameter not in self._bucketed and parameter.numel():
+                if parameter.requires_grad and parameter not in self.tensors and parameter.numel():
                     raise UpdateError(
                         f"A parameter of shape {tuple(parameter.shape)} was frozen at distribute() and requires a "
                         "gradient now; unfreeze parameters before distribute(), or give these to it in a second "

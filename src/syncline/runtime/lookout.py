@@ -16,7 +16,7 @@ import math
 import os
 import resource
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from statistics import median
@@ -260,7 +260,8 @@ class Lookout:
     def view(self, now_s: float) -> dict[str, Any]:
         """Return what is known of all ranks now, over the last seconds, as JSON has it; what is not known is None."""
         ranks = [self._view_rank(rank, heard, now_s) for rank, heard in sorted(self._heard.items())]
-        flows = {(rank, peer): flow for rank, one in self._heard.items() for peer, flow in self._view_flows(one)}
+        moved = {rank: _flows_between(*self._window(heard)) for rank, heard in self._heard.items()}
+        flows = {(rank, peer): flow for rank, one in moved.items() for peer, flow in one.items()}
         loads = LinkLoads(flows, self._links)
         links: list[dict[str, Any]] = [
             {"link": str(link), "rate": rate, "use": loads.use(link), "lost": loads.lost(link)}
@@ -277,10 +278,6 @@ class Lookout:
         first = next(report for at_s, report in heard if at_s >= end_s - WINDOW_S - REPORT_S)
         seconds = last.total_s - first.total_s
         return first, last, 1 / seconds if seconds > 0 else 0.0
-
-    def _view_flows(self, heard: Sequence[tuple[float, PaceReport]]) -> Iterable[tuple[int, Flow]]:
-        first, last, per_s = self._window(heard)
-        return _flows_between(first, last, per_s).items()
 
     def _view_rank(self, rank: int, heard: Sequence[tuple[float, PaceReport]], now_s: float) -> dict[str, Any]:
         first, last, per_s = self._window(heard)
