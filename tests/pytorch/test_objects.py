@@ -112,4 +112,3 @@ def test_who_is_a_stranger() -> None:
     assert not is_exposed(FabricOptions(insecure=True))
     assert not is_exposed(FabricOptions(insecure=True, address="127.0.0.1"))
     assert is_exposed(FabricOptions(insecure=True, address="10.0.0.1"))
-    assert is_exposed(FabricOptions(insecure=True, address="eth0"))

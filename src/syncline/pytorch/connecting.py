@@ -81,12 +81,7 @@ def with_secret(options: FabricOptions) -> FabricOptions:
 
 def is_exposed(options: FabricOptions) -> bool:
     """Whether other machines can reach this rank: the fabric refuses that without a secret, unless it is insecure."""
-    if not options.insecure or options.address is None:
-        return False
-    try:
-        return not ip_address(options.address).is_loopback
-    except ValueError:  # the name of an interface or host, which may be any
-        return True
+    return options.insecure and not ip_address(options.address or LOOPBACK).is_loopback
 
 
 def connect(environment: Environment, open_store: Callable[[Environment], Store]) -> tuple[Communicator, bool]:

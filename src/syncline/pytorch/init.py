@@ -6,7 +6,8 @@ It also opens the ways into a job that runs: where this rank listens for newcome
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,8 @@ def open_fleet(environment: Environment, *, is_current: bool = True) -> Fleet:
         # Only a process group that met in a file or in memory names nobody: its machines find out in that store.
         environment = choose_interface(environment, store_of_group(), default_store())
     with ExitStack() as stack:
-        ways = _Ways.open(with_address(environment), stack)
-        environment, options = ways.environment, ways.environment.fabric
+        environment, service, entry = _open_ways(with_address(environment), stack)
+        options = environment.fabric
         communicator, is_in_doubt = connect(environment, open_store)
         fleet = Fleet(communicator, is_trusted=options.secret is not None or not is_exposed(options))
         stack.callback(fleet.close, is_failing=True)
@@ -142,7 +143,10 @@ def open_fleet(environment: Environment, *, is_current: bool = True) -> Fleet:
         fleet.replans = is_measured if environment.replan is None else environment.replan
         fleet.is_replan_asked = environment.replan is True
         fleet.is_network_in_doubt = is_in_doubt
-        fleet.growth = ways.growth_of(fleet)
+        fleet.growth = growth = FleetGrowth(
+            fleet, machine=environment.host, listen=partial(_listen, environment), service=service, entry=entry
+        )
+        fleet.on_close(lambda is_failing: growth.close(is_over=not is_failing))
         # No one leaves before rank 0's store is gone: the next init() must not meet at this one. So all meet here.
         fleet.communicator.open_segment(is_wanted=environment.uses_shared_memory)
         if is_current:
@@ -157,56 +161,38 @@ def open_fleet(environment: Environment, *, is_current: bool = True) -> Fleet:
     return fleet
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ways:
-    """What is opened before a rank connects: a newcomer asks first, and takes over how the job behaves."""
+def _open_ways(
+    environment: Environment, stack: ExitStack
+) -> tuple[Environment, joining.Growth | None, joining.Entry | None]:
+    """Listen, if a port was asked for, and ask to come in, if a member was named; ``stack`` undoes it.
 
-    environment: Environment
-    service: joining.Growth | None = None
-    entry: joining.Entry | None = None
-
-    @classmethod
-    def open(cls, environment: Environment, stack: ExitStack) -> _Ways:
-        """Listen, if a port was asked for, and ask to come in, if a member was named; ``stack`` undoes it.
-
-        Raises ``HandshakeError`` with the reason where a newcomer is refused.
-        """
-        if not environment.join and environment.join_port is None:
-            return cls(environment=environment)
-        service = _listen(environment)
-        stack.callback(service.close)
-        if not environment.join:
-            return cls(environment=environment, service=service)
-        loop = CommunicationLoop()
-        loop.start()
-        stack.callback(loop.stop)
-        address, _ = service.join_address
-        entry = joining.Entry(
-            loop=loop,
-            options=environment.fabric,
-            own_address=address,
-            machine=environment.host,
-            join_address=service.join_address,
-            addresses=list(environment.join),
-            topology=_text_of(environment.topology),
-        )
-        terms = entry.ask()
-        environment = with_address(_adopted(replace(environment, topology=None), terms))
-        service.adopt(environment.fabric, terms)
-        entry.options = environment.fabric
-        return cls(environment=environment, service=service, entry=entry)
-
-    def growth_of(self, fleet: Fleet) -> FleetGrowth:
-        """Return the fleet's part in growth, which its close ends."""
-        growth = FleetGrowth(
-            fleet,
-            machine=self.environment.host,
-            listen=lambda: _listen(self.environment),
-            service=self.service,
-            entry=self.entry,
-        )
-        fleet.on_close(lambda is_failing: growth.close(is_over=not is_failing))
-        return growth
+    A newcomer asks before it connects, and takes over how the job behaves. Raises ``HandshakeError`` with the reason
+    where it is refused.
+    """
+    if not environment.join and environment.join_port is None:
+        return environment, None, None
+    service = _listen(environment)
+    stack.callback(service.close)
+    if not environment.join:
+        return environment, service, None
+    loop = CommunicationLoop()
+    loop.start()
+    stack.callback(loop.stop)
+    address, _ = service.join_address
+    entry = joining.Entry(
+        loop=loop,
+        options=environment.fabric,
+        own_address=address,
+        machine=environment.host,
+        join_address=service.join_address,
+        addresses=list(environment.join),
+        topology=_text_of(environment.topology),
+    )
+    terms = entry.ask()
+    environment = with_address(_adopted(replace(environment, topology=None), terms))
+    service.adopt(environment.fabric, terms)
+    entry.options = environment.fabric
+    return environment, service, entry
 
 
 def _listen(environment: Environment) -> joining.Growth:
