@@ -20,7 +20,6 @@ from torch import nn
 
 from syncline.errors import UpdateError
 from syncline.updates.bucket import Slot, placed
-from syncline.updates.divided import DividedGradients
 from syncline.updates.private_torch import UNSCALE, tensor_without_memory
 from syncline.updates.rule import Updater
 
@@ -56,8 +55,8 @@ class DividedGradient(torch.Tensor):
         return stand_in
 
     @property
-    def divided(self) -> DividedGradients:
-        """What works on the parts of all gradients together."""
+    def divided(self) -> Any:
+        """The :class:`~syncline.updates.divided.DividedGradients` of all parameters together."""
         divided = self.updater.divided_gradients
         assert divided is not None, "only divided gradients are stood in for"
         return divided

@@ -38,6 +38,8 @@ class Training:
 
     _after_pass: WriteStatus | None = None
     """Where the pass has made the new parameters already: how they were at its end, until the step."""
+    tensors: frozenset[nn.Parameter]
+    """The parameters that lie in its buckets."""
     num_idle_steps = 0
     """Steps to which this rank brought neither a backward pass nor a contribution."""
 
@@ -67,7 +69,6 @@ class Training:
         self.is_helper = control.rank in helpers
         """Whether this rank has no data, and follows the others in :meth:`serve`."""
         self.tensors = frozenset(tensor for bucket in updater.buckets for tensor in bucket.tensors)
-        """The parameters that lie in this training's buckets."""
         self._consistency = Consistency(model, updater, every=check_every)
         self._watch = _watch_steps(updater, notice)
         self._collector = GradientCollector(
