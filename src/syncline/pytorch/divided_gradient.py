@@ -136,7 +136,7 @@ def _norm(
     if (dim is not None and len(_dimensions(dim)) != gradient.dim()) or keepdim:
         raise _refusal(f"A norm by rows or columns (dim={dim!r}, keepdim={keepdim})")
     order = 2.0 if p in {"fro", None} else float(p)
-    value = gradient.divided.norms(order)[gradient.slot.position]
+    value: torch.Tensor = gradient.divided.norms(order)[gradient.slot.position]
     return value.to(gradient.device, dtype or gradient.dtype)
 
 
