@@ -413,8 +413,8 @@ def _plan_whole(job: Communicator, plans: Sequence[BucketPlan], first_stream: in
 def _cut(buckets: Sequence[Bucket], num_fragments: int) -> list[BucketPart]:
     """Cut buckets where one of so many equal fragments ends and the next begins, in forward order.
 
-    Not where that leaves less than a sixteenth of a fragment, which costs its calls; nor into fragments of fewer bytes
-    than :data:`LEAST_BYTES`.
+    Not where that leaves less than a sixteenth of a fragment, which costs its calls; nor for more fragments than there
+    are pieces of :data:`LEAST_BYTES`.
     """
     total = sum(bucket.plan.num_bytes for bucket in buckets)
     count, before = min(num_fragments, math.ceil(total / LEAST_BYTES)), 0
