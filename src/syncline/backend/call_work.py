@@ -80,19 +80,11 @@ class CallWork(dist.Work):
     ``result`` is what the future holds in the end: a list of tensors.
     """
 
-    def __init__(
-        self,
-        work: TensorWork,
-        result: Sequence[torch.Tensor],
-        completions: CompletionThreads,
-        *,
-        timeout_s: float | None = None,
-    ) -> None:
+    def __init__(self, work: TensorWork, result: Sequence[torch.Tensor], completions: CompletionThreads) -> None:
         super().__init__()
         self._work = work
         self._result = list(result)
         self._completions = completions
-        self._timeout_s = timeout_s
         self._error: BaseException | None = None
         self._future: Future[Any] | None = None
         self._lock = threading.Lock()

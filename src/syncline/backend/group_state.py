@@ -170,7 +170,7 @@ class GroupState:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> TensorWork:
         """Send ``tensor`` to a rank of the group."""
-        host, messages = tensor, self.messages
+        host, messages = tensor, self._messages or self.messages
         if not is_ordinary(tensor):
             check_tensors("send", [tensor])
             host = host_memory_of(tensor)
@@ -184,7 +184,7 @@ class GroupState:
         if not is_ordinary(tensor):
             check_tensors("recv", [tensor])
             host = landing_memory_of(tensor)
-        received = self.messages.receive(bytes_of(host), source, tag, timeout_s=self.timeout_s)
+        received = (self._messages or self.messages).receive(bytes_of(host), source, tag, timeout_s=self.timeout_s)
         return ReceiveWork(received, None if host is tensor else lambda: put_back(host, tensor))
 
     def close(self) -> None:

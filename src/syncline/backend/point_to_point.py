@@ -106,6 +106,8 @@ class PointToPoint:
         self._num_large = self._num_waiting = self._num_asleep = 0
         """Of large receives that are not over, of threads that wait while there are any, and of all that sleep."""
         self._is_called = False
+        self._num_changes = 0
+        """Of the inboxes, when all of them were last looked at."""
         self._num_sent: Counter[int] = Counter()
         self._num_come: Counter[int] = Counter()
         self._num_heads_sent: Counter[int] = Counter()
@@ -142,7 +144,7 @@ class PointToPoint:
         send.needs_answer = send.is_offered = True
         self._sends[peer, number] = send
         late = partial(self._send_is_late, send, number)
-        send.work.make_by_waiting(partial(self._take_until_over, inboxes, send, send.payload.nbytes, late))
+        send.work.make_by_waiting(partial(self._take_until_over, inboxes, send, peer, send.payload.nbytes, late))
         if inboxes.must_call(peer):
             self._port.call_soon(self._locked(self._tell, peer, CALL, 0, 0, 0))
         return True
@@ -184,7 +186,7 @@ class PointToPoint:
             self._take_all()  # now, so that what is here goes where it is wanted, and is not laid aside first
             if not receive.is_over:
                 late = partial(self._receive_is_late, receive)
-                work.make_by_waiting(partial(self._take_until_over, self._inboxes, receive, 0, late))
+                work.make_by_waiting(partial(self._take_until_over, self._inboxes, receive, source, 0, late))
         if self._num_large:
             self._read_next()
             self._attend()
@@ -194,6 +196,7 @@ class PointToPoint:
         self,
         inboxes: _native.Inboxes,
         call: _Send | Receive,
+        peer: int | None,
         num_bytes: int,
         late: Callable[[], None],
         _: Work,
@@ -201,7 +204,7 @@ class PointToPoint:
     ) -> None:
         """Take what comes until ``call`` is over, on a thread that waits for it, for at most ``limit_s``.
 
-        ``num_bytes`` are copied by the other rank meanwhile.
+        What ends it comes from ``peer``, or from anyone; that one copies ``num_bytes`` meanwhile.
         """
         until_s = min(time.monotonic() + limit_s, call.deadline_s)
         is_reader, is_awake = self._num_large > 0, 0
@@ -212,7 +215,10 @@ class PointToPoint:
             with self._lock:
                 self._num_asleep -= is_awake
                 is_awake = 0
-                self._take_all()
+                if peer is not None:
+                    self._take(peer)
+                if not call.is_over:
+                    self._take_all()
                 now_s = time.monotonic()
                 if now_s >= call.deadline_s:
                     late()
@@ -282,9 +288,13 @@ class PointToPoint:
     # is in the inbox, and delivers it.
 
     def _take_all(self) -> None:
-        for peer in range(self._world_size):
-            if peer != self._rank:
-                self._take(peer)
+        """Take what has come since this was last done; what waits for its turn then is taken by who brings that."""
+        num_changes = 0 if self._inboxes is None else self._inboxes.num_changes
+        if num_changes != self._num_changes:
+            self._num_changes = num_changes
+            for peer in range(self._world_size):
+                if peer != self._rank:
+                    self._take(peer)
 
     def _take(self, peer: int) -> None:
         """Take what ``peer`` has put into the inbox, as far as its turn has come."""

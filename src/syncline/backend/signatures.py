@@ -50,7 +50,8 @@ def takes_torch_names(name: str, method: Callable[..., Any], num_data: int) -> C
     @wraps(method)
     def call(self: Any, *values: Any, **named: Any) -> Any:
         communicator = self.state.communicator
-        _note_pass(communicator.progress)
+        if communicator.progress.phase != BACKWARD and is_in_node():
+            _note_pass(communicator.progress)
         run = recorded if is_profiled() else traced if communicator.trace.enabled else method
         if not named and len(values) <= num_data + 1:
             return run(self, *values)
@@ -167,10 +168,9 @@ def records(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _note_pass(progress: Progress) -> None:
-    """Say that the training thread is in a backward pass, if so: a group hears of none but by the calls in it."""
-    if progress.phase != BACKWARD and is_in_node():
-        progress.enter(BACKWARD)
-        at_end_of_backward(progress.leave)
+    """Say that the training thread is in a backward pass: a group hears of none but by the calls in it."""
+    progress.enter(BACKWARD)
+    at_end_of_backward(progress.leave)
 
 
 def traces(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

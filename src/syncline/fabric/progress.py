@@ -285,7 +285,7 @@ class _Wait:
 
     def __enter__(self) -> None:
         progress, thread = self._progress, threading.get_ident()
-        progress.touch()
+        progress._num_calls += 1
         with progress._lock:
             if not progress._waiting:
                 progress._wait_name, progress._wait_phase = self._reason or progress.phase, progress.phase
@@ -299,7 +299,7 @@ class _Wait:
             if depth:
                 progress._waiting[thread] = depth
             progress._turn()
-        progress.touch()
+        progress._num_calls += 1
 
 
 class PeerStalls(Protocol):

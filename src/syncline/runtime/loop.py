@@ -65,6 +65,8 @@ class CommunicationLoop:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._ident = 0
+        """That of the thread, while it runs."""
         self._process = os.getpid()
         self._crash_handlers: list[Callable[[BaseException], None]] = []
 
@@ -93,7 +95,7 @@ class CommunicationLoop:
 
     def check_process(self) -> None:
         """Raise :class:`FabricError` in a forked child."""
-        if self.is_of_parent:
+        if os.getpid() != self._process:
             raise FabricError(
                 f"Only the process that called syncline.init() may talk to the other ranks: that is process "
                 f"{self._process}, and this is {os.getpid()}, forked from it; use fleet, model and optimizer "
@@ -102,7 +104,7 @@ class CommunicationLoop:
 
     def is_current(self) -> bool:
         """Whether the caller is the loop's own thread."""
-        return threading.current_thread() is self._thread
+        return threading.get_ident() == self._ident
 
     def on_crash(self, handler: Callable[[BaseException], None]) -> None:
         """Let ``handler`` know, on the loop's thread, of an exception that no one caught."""
@@ -181,6 +183,7 @@ class CommunicationLoop:
 
     def _main(self) -> None:
         assert self._loop is not None
+        self._ident = threading.get_ident()
         ask_for_short_slices()
         asyncio.set_event_loop(self._loop)
         try:
@@ -189,6 +192,7 @@ class CommunicationLoop:
             self._crash(error)
         finally:
             self._release(self._loop)
+            self._ident = 0  # which a later thread may have
 
     @staticmethod
     def _release(loop: asyncio.AbstractEventLoop) -> None:

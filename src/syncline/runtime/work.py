@@ -101,7 +101,7 @@ class Work:
         self._loop.check_process()
         limit_s = self._timeout_s + GRACE_S if timeout_s is None else timeout_s
         if not self.is_over:
-            with self.waiting():
+            with self._progress.waiting():
                 self._wait(limit_s)
         if not self.is_over:
             raise DeadlineError(f"{self.label} was waited for but not done within {limit_s:g} s; it is still under way")

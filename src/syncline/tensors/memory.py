@@ -151,7 +151,7 @@ class ScratchPool:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor's own memory can be sent and written: on the CPU, row by row, its numbers as they are."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:

@@ -25,13 +25,17 @@ class TensorWork:
         try:
             for work in self.works:
                 work.wait(timeout_s)
-            with self._finishing:
-                if self._finish is not None:
-                    self._finish()
-                    self._finish = None
+            if self._finish is not None:
+                self._finish_once()
         finally:
             if self.under_way is not None and self.done():
                 self.under_way.remove(self)
+
+    def _finish_once(self) -> None:
+        with self._finishing:
+            if self._finish is not None:
+                self._finish()
+                self._finish = None
 
     def done(self) -> bool:
         """Whether :meth:`wait` would return at once."""
