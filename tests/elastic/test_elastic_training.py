@@ -246,7 +246,7 @@ def test_rules_that_go_on_by_themselves_may_be_asked_to(rule):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = syncline.distribute(model, optimizer, rule, elastic=True, fleet=fleet)
         plain_step(model, optimizer, fleet.rank, 0)
-        assert fleet.recovery is None
+        assert fleet.recovery is None or fleet.recovery._regroup is None, "it does not agree on losses with the others"
 
     run_fleets(2, body)
 

@@ -177,6 +177,70 @@ def test_when_the_leader_is_lost_the_next_one_takes_in_who_waited_there() -> Non
     assert admitted.job.places == (1, 0), "the place of who was lost is free"
 
 
+def test_while_the_leader_is_lost_the_next_one_lets_newcomers_wait() -> None:
+    """Until all members know of the loss alike, which may take as long as a period."""
+    with members(3) as job, ThreadPoolExecutor(1) as pool:
+        then, welcomed = threading.Event(), threading.Barrier(2)
+        job.growths[0].close()
+        for growth in job.growths[1:]:
+            growth.note_loss(0)
+        comer = pool.submit(come, job.addresses[2], welcomed, then)
+        welcomed.wait(PATIENCE_S)
+        smaller = job.job.without([0], epoch=0)
+        for rank, growth in enumerate(job.growths[1:]):
+            growth.open(smaller, rank, lines=LINES)
+        larger = Members(job.growths[1:], smaller).commit_until_they_switch()
+        (admitted,) = everybody_talks(larger, [comer], then)
+    assert admitted.job.numbers == (1, 2, 3)
+
+
+def test_nobody_is_connected_while_a_member_is_lost() -> None:
+    with members(2) as job, ThreadPoolExecutor(1) as pool:
+        then = threading.Event()
+        job.growths[0].note_loss(1)
+        comer = pool.submit(come, job.addresses[0], threading.Barrier(1), then)
+        server = job.growths[0]._server
+        until(lambda: any(asker.is_ready for asker in server._askers))
+        assert job.growths[0].flags() == (0, 0)
+        smaller = job.job.without([1], epoch=0)
+        job.growths[0].open(smaller, 0, lines=LINES)
+        larger = Members(job.growths[:1], smaller).commit_until_they_switch()
+        everybody_talks(larger, [comer], then)
+
+
+def test_who_has_left_for_the_larger_fabric_is_not_lost_there() -> None:
+    """Members switch one after another, and each sees the others leave the fabric before."""
+    with members(2) as job, ThreadPoolExecutor(1) as pool:
+        then = threading.Event()
+        job.growths[0].note_loss(1)
+        switched = replace(job.job, epoch=1)
+        for rank, growth in enumerate(job.growths):
+            growth.open(switched, rank, lines=LINES)
+        comer = pool.submit(come, job.addresses[0], threading.Barrier(1), then)
+        larger = Members(job.growths, switched).commit_until_they_switch()
+        everybody_talks(larger, [comer], then)
+
+
+def test_who_listens_where_a_lost_member_did_may_wait() -> None:
+    """As a rank does that the launcher starts again, with the same port."""
+    with members(2) as job, newcomer(job.addresses[0]) as entry:
+        entry.join_address = job.addresses[1]
+        job.growths[0].note_loss(1)
+        assert entry.ask() == {"timeout_s": 7.0}, "it is told what it is to take over"
+
+
+def test_an_attempt_has_its_time_from_when_the_members_hear_of_it() -> None:
+    """They do at a step's end, or a period's, which may be later than any deadline of a connection."""
+    with members(1) as job, ThreadPoolExecutor(1) as pool:
+        then = threading.Event()
+        comer = pool.submit(come, job.addresses[0], threading.Barrier(1), then)
+        server = job.growths[0]._server
+        until(lambda: server._attempt is not None)
+        assert not server._timers
+        larger = job.commit_until_they_switch()
+        everybody_talks(larger, [comer], then)
+
+
 def test_who_waits_when_all_members_have_ended_well_hears_of_it_at_once() -> None:
     with members(2) as job, newcomer(job.addresses[1]) as entry:
         entry.ask()

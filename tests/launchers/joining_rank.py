@@ -29,6 +29,7 @@ ASKED_AT = 3
 RULES = {
     "all-reduce": syncline.AllReduce(),
     "spares": syncline.Sharded(spares=1),
+    "overlapped": syncline.Overlapped(period=2, max_staleness=0),  # whose steps are those of one process too
 }
 
 
@@ -75,6 +76,7 @@ def main(folder: Path, rule: str, num_ranks: int, victim: int | None) -> None:
                     (folder / "asked").read_text()
             if num_whole >= math.ceil(NUM_SAMPLES / (BATCH_SIZE * num_ranks)):
                 break
+        optimizer.end_period()
         syncline.save_checkpoint(folder / "checkpoint", model, optimizer, sampler=sampler)
         weights = [one.tolist() for one in model.parameters()]
         ended = {"members": fleet.members, "iteration": optimizer.iteration, "epoch": epoch, "weights": weights}

@@ -81,12 +81,14 @@ class WorldGrowth:
 
     lines: Sequence[str] = LINES
     is_joining = False
+    period = 1
 
     def __init__(self, fleet: Fleet, growth: FleetGrowth, settings: Elastic, environment: Environment) -> None:
         self.flags: Flags = NO_FLAGS
         """What the first member has told of newcomers in the last :func:`commit`."""
         self.fleet = fleet
         self.recovery = fleet.recovery = Recovery(fleet, settings, growth)
+        self.recovery.begin()
         self._growth = growth
         fleet.on_close(lambda _: self.recovery.close())
         fleet.is_elastic = True

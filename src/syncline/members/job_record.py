@@ -165,6 +165,8 @@ class Attempt:
     number: int
     job: JobRecord
     num_newcomers: int = 1
+    is_told: bool = False
+    """Whether the members are about to hear of it, so that newcomers find them when they connect."""
     is_decided: bool = False
     """Whether the members may have switched: from then on it is not given up."""
     token: Callable[[int], str] = secrets.token_hex

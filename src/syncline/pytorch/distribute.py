@@ -60,11 +60,12 @@ def distribute(
     never). ``priorities``: how buckets are divided among connections so that the next forward pass has first what it
     needs first, with ``Sharded(overlap_forward=True)``; True takes the topology file's, else ``Priorities()``; None or
     False is one connection for all. A model with several optimizers is distributed once with each. ``elastic``: go on
-    without ranks that are lost, and with those that come, with ``AllReduce()`` and ``Sharded(spares=1)`` (True, or
-    :class:`Elastic`). ``save_on_failure``: when the job ends because ranks are lost, the lowest rank of those that are
-    left writes a checkpoint of what it has to this path (or into it, where :func:`save_checkpoint` keeps several
-    there), before the fleet closes; the error says where. Not with ``Sharded``, whose ranks each have a part. What a
-    rule does not honour is refused, or told by rank 0 if it is harmless (docs/guide/combinations.md).
+    without ranks that are lost, and with those that come, with ``AllReduce()``, ``Overlapped()`` and
+    ``Sharded(spares=1)`` (True, or :class:`Elastic`). ``save_on_failure``: when the job ends because ranks are lost,
+    the lowest rank of those that are left writes a checkpoint of what it has to this path (or into it, where
+    :func:`save_checkpoint` keeps several there), before the fleet closes; the error says where. Not with ``Sharded``,
+    whose ranks each have a part. What a rule does not honour is refused, or told by rank 0 if it is harmless
+    (docs/guide/combinations.md).
 
     Raises :class:`UpdateError` if the rule cannot serve the optimizer, if the optimizer has none of the model's
     parameters, if a parameter was distributed before, or if ranks differ; and :class:`SystemExit` with status 0 in a
@@ -90,7 +91,10 @@ def distribute(
     )
     installation.check()
     distributed = DistributedOptimizer(
-        installation.install(), save_as_told=_save_as_told, elastic=installation.elastic_training
+        installation.install(),
+        save_as_told=_save_as_told,
+        elastic=installation.elastic_training,
+        recovery=fleet.recovery,
     )
     distributed.heed = partial(heed, fleet, distributed)
     distributed.follower = follow_rates(installation)
@@ -101,23 +105,11 @@ def distribute(
         save_after_losses(fleet, _whole_state(distributed, Path(save_on_failure)))
     _let_go_back(distributed, installation)
     if fleet.growth is not None:
-        if why := _why_no_newcomers(installation):
+        if why := installation.why_no_newcomers():
             fleet.growth.refuse(why)
         else:
             fleet.growth.begin(GrowingTraining(installation, distributed))
     return model, distributed
-
-
-def _why_no_newcomers(installation: Installation) -> str:
-    """Say why a training takes nobody in; empty if it does."""
-    rule = installation.rule
-    if installation.elastic_training is None:
-        return "a training of it is not elastic, or its rule is neither AllReduce() nor Sharded()"
-    if isinstance(rule, Sharded) and not (
-        isinstance(rule.portions, str | float | int) and rule.replicate in {None, "host", "auto"}
-    ):
-        return "Sharded(portions=, replicate=) names parts of its topology, and newcomers may be in none of them"
-    return ""
 
 
 def _whole_state(optimizer: DistributedOptimizer, path: Path) -> WholeState:

@@ -31,7 +31,16 @@ from syncline.endpoints import format_endpoint
 from syncline.errors import FabricClosedError, MismatchError, UpdateError, escape_text, name_ranks
 from syncline.fabric.slice_executor import NUM_STREAMS
 from syncline.last_words import tell_number
-from syncline.members import LOSSES, Elastic, Epoch, Membership, MembershipChange, Quorum, describe_ranks
+from syncline.members import (
+    LOSSES,
+    Elastic,
+    Epoch,
+    Membership,
+    MembershipChange,
+    Quorum,
+    QuorumLostError,
+    describe_ranks,
+)
 from syncline.members.agreement import Go
 from syncline.members.job_record import NO_FLAGS, Flags, JobRecord
 from syncline.runtime import Communicator, joining
@@ -130,7 +139,7 @@ class ElasticPart(Protocol):
 
 
 class Recovery:
-    """One rank's way from epoch to epoch."""
+    """One rank's way from epoch to epoch; until :meth:`begin` by growth alone: trainings survive losses themselves."""
 
     def __init__(self, fleet: FabricPlace, settings: Elastic, growth: FleetGrowth | None) -> None:
         self.settings = settings
@@ -142,7 +151,12 @@ class Recovery:
         self._settled: list[MembershipChange] = []
         self._confirming = range(0)
         """The stream of the first calls in this epoch."""
-        self._regroup = self._open_regroup()
+        self._regroup: Regroup | None = None
+
+    def begin(self) -> None:
+        """Agree with the others after losses from now on; every rank calls this, and twice is once."""
+        if self._regroup is None:
+            self._regroup = self._open_regroup()
 
     def add(self, part: ElasticPart) -> None:
         """Let a training go on after losses; every rank adds the same ones in the same order."""
@@ -176,6 +190,7 @@ class Recovery:
 
     def expect_leave(self, rank: int) -> None:
         """Take note that ``rank`` of the fabric leaves at the end of this step, as all members know."""
+        assert self._regroup is not None, "it takes note of whoever leaves"
         self._regroup.expect_leave(rank)
 
     def end_step(self, iteration: int) -> None:
@@ -194,27 +209,21 @@ class Recovery:
             )
             print(f"syncline: {line}", file=sys.stderr, flush=True)
 
-    def enter_fabric(self) -> Regroup:
+    def enter_fabric(self) -> Regroup | None:
         """Agree on the fleet's new fabric from now on; return who agreed on the one before, for its owner to close."""
         self._confirming = range(0)  # streams of another fabric
-        before, self._regroup = self._regroup, self._open_regroup()
+        before, self._regroup = self._regroup, None
+        if before is not None:
+            self.begin()
         return before
 
-    def return_to(self, regroup: Regroup) -> None:
+    def return_to(self, regroup: Regroup | None) -> None:
         """Go back to the fabric before."""
-        self._regroup.close()
+        _close(self._regroup)
         self._regroup = regroup
 
-    def tell_joined(self, joined: tuple[int, ...], iteration: int) -> None:
-        """Tell watchers that ranks have come in, at the end of a step."""
-        fleet = self._fleet
-        change = MembershipChange(
-            epoch=fleet.epoch.number,
-            members=fleet.numbers_of(fleet.epoch.members),
-            lost=(),
-            joined=joined,
-            iteration=iteration,
-        )
+    def tell(self, change: MembershipChange) -> None:
+        """Tell watchers of what has changed at the end of a step that all have made."""
         for watcher in tuple(self._watchers):
             watcher(change)
 
@@ -225,7 +234,7 @@ class Recovery:
     def close(self) -> None:
         """Take part in no further agreement."""
         with contextlib.suppress(FabricClosedError):  # a newcomer that was not let in has left already
-            self._regroup.close()
+            _close(self._regroup)
 
     def _open_regroup(self) -> Regroup:
         fleet = self._fleet
@@ -243,6 +252,7 @@ class Recovery:
         for part in self._parts:
             if (leaving := part.leaving()) is not None:
                 self.expect_leave(leaving)
+        assert self._regroup is not None, "who survives losses by itself does not recover"
         fleet.communicator.interrupt(str(cause))
         go = self._regroup.agree(first_free=fleet.next_stream)
         if self._growth is not None:
@@ -262,6 +272,7 @@ class Recovery:
         if self._growth is not None:
             self._growth.regroup(go.epoch)
         fleet.enter_epoch(go.epoch, first_stream=go.first_stream)
+        assert self._regroup is not None, "it has agreed"
         self._regroup.enter(fleet.communicator, over=over)
         self._confirming = fleet.reserve_streams(1)
         (stream,) = self._confirming
@@ -293,8 +304,17 @@ class Recovery:
             print(f"syncline: {line}", file=sys.stderr, flush=True)
 
 
+def _close(regroup: Regroup | None) -> None:
+    if regroup is not None:
+        regroup.close()
+
+
 class Growing(Protocol):
     """What a job does that may grow: all methods but the last two are called on every rank of the larger job."""
+
+    @property
+    def period(self) -> int:
+        """Of so many steps one, at least, may let newcomers in."""
 
     @property
     def lines(self) -> Sequence[str]:
@@ -353,6 +373,8 @@ class FleetGrowth:
         self._growing: Growing | None = None
         self._job: JobRecord | None = None
         self._why_not = ""
+        self._epoch, self._numbers = fleet.epoch, fleet.numbers
+        """That of the record; its members are ranks of the training's fabric, which have these numbers."""
         self._num_old: int | None = None
         """How many of the first ranks were members before the switch, as long as nothing is committed after it."""
         self._leaving: list[threading.Thread] = []
@@ -373,7 +395,7 @@ class FleetGrowth:
         if self._entry is not None:
             self._enter(self._entry, growing)
             return
-        self._open(self._first_record() if self._job is None else self._job, self._fleet.communicator.rank)
+        self._open(self._first_record() if self._job is None else self._job)
 
     def refuse(self, why: str) -> None:
         """Let nobody in from now on: a training was begun that cannot take part; every rank calls this.
@@ -383,11 +405,11 @@ class FleetGrowth:
         if self._is_newcomer:
             raise UpdateError(
                 f"This process comes into a running job (join=), which is not possible if {why}; its only training is "
-                "distribute(..., elastic=True), with AllReduce() or Sharded()"
+                "distribute(..., elastic=True), with AllReduce(), Sharded() or Overlapped()"
             )
         self._why_not = self._why_not or why
         if self._job is not None:
-            self._open(self._job, self._fleet.communicator.rank)
+            self._open(self._job)
         elif self._service is not None:
             self._service.refuse(self._why_not)
 
@@ -409,11 +431,43 @@ class FleetGrowth:
             if (shortage := old.shortage(Quorum())) is not None:
                 raise shortage
 
+    @property
+    def elders(self) -> tuple[int, ...]:
+        """The ranks that were members before the switch, as long as nothing is committed after it."""
+        return tuple(range(self._num_old or 0))
+
+    def note_loss(self, rank: int) -> None:
+        """Let nobody in until the record is without ``rank`` of the fabric; from any thread."""
+        if self._service is not None:
+            self._service.note_loss(self._numbers[rank])
+
+    def lose(self, lost: Collection[int], iteration: int) -> bool:
+        """Go on without these ranks of the fabric, as all members do alike after that step; whether there were any.
+
+        Raises :class:`QuorumLostError` where this rank is among them.
+        """
+        members, own = self._epoch.members, self._fleet.base.rank
+        if own in lost:
+            others = tuple(rank for rank in members if rank != own)
+            raise QuorumLostError("This rank was left behind: the others hold it lost; start it again", missing=others)
+        if set(lost).isdisjoint(members):
+            return False
+        self._num_old = None
+        left = tuple(rank for rank in members if rank not in lost)
+        self.regroup(replace(self._epoch, members=left))  # calls of the fleet go on in the epoch with them
+        if self._growing is not None and self._job is not None:
+            numbers = tuple(self._numbers[rank] for rank in members if rank in lost)
+            epoch, stay = self._epoch.number, self._job.numbers
+            change = MembershipChange(epoch=epoch, members=stay, lost=numbers, joined=(), iteration=iteration + 1)
+            self._growing.recovery.tell(change)
+        return True
+
     def regroup(self, epoch: Epoch) -> None:
         """Go on without ranks that are lost: ``epoch`` is what the fleet is about to enter."""
+        before, self._epoch = self._epoch, epoch
         if self._job is not None:
-            lost = {rank for rank, one in enumerate(self._fleet.epoch.members) if one not in epoch.members}
-            self._open(self._job.without(lost, epoch=epoch.number), epoch.rank_of(self._fleet.base.rank))
+            lost = {rank for rank, one in enumerate(before.members) if one not in epoch.members}
+            self._open(self._job.without(lost, epoch=epoch.number))
 
     def end_step(self) -> None:
         """Do what the last commit said; where it said so, switch."""
@@ -449,16 +503,17 @@ class FleetGrowth:
             join_addresses=[(host, port) for _, host, port in told],
         )
 
-    def _open(self, job: JobRecord, rank: int) -> None:
+    def _open(self, job: JobRecord) -> None:
         assert self._service is not None, "it listens"
         assert self._growing is not None, "a job that can grow has a training"
         self._job = job
+        rank = self._epoch.rank_of(self._fleet.base.rank)
         self._service.open(job, rank, lines=self._growing.lines, why_not=self._why_not)
 
     def _enter(self, entry: joining.Entry, growing: Growing) -> None:
         """Come into the running job, from a job of one rank; :class:`SystemExit` with status 0 where it is over."""
         try:
-            admitted = entry.enter(growing.lines, self._fleet.communicator.timeout_s)
+            admitted = entry.enter(growing.lines, growing.period * self._fleet.communicator.timeout_s)
         except EOFError:
             where = ", ".join(format_endpoint(*address) for address in entry.addresses)
             print(f"syncline: the job at {where} ended before this process could join it", file=sys.stderr, flush=True)
@@ -486,21 +541,22 @@ class FleetGrowth:
         except BaseException as error:
             if is_newcomer or not isinstance(error, (*LOSSES, MismatchError)):
                 growing.leave()
-                regroup.close()
+                _close(regroup)
                 before.close(is_failing=True)
                 raise
             left = fleet.enter_fabric(before)
             growing.recovery.return_to(regroup)
             left.close(is_failing=True)
-            self._open(self._job or job, fleet.communicator.rank)
+            self._open(self._job or job)
             return
         growing.leave()
-        regroup.close()
+        _close(regroup)
         self._leave(before)
         self._num_old = num_old
+        self._epoch, self._numbers = fleet.epoch, fleet.numbers
         if is_newcomer:
             tell_number(job.numbers[rank])
-        self._open(job, rank)
+        self._open(job)
         self._transfer(growing, job, num_old)
         growing.resume()
         self._tell(growing, job.numbers[num_old:])
@@ -555,7 +611,9 @@ class FleetGrowth:
                 file=sys.stderr,
                 flush=True,
             )
-        growing.recovery.tell_joined(joined, step + 1)
+        epoch = fleet.epoch.number
+        change = MembershipChange(epoch=epoch, members=members, lost=(), joined=joined, iteration=step + 1)
+        growing.recovery.tell(change)
 
 
 def _place_of(larger: joining.LargerFabric, fleet: FabricPlace) -> FabricPlace:

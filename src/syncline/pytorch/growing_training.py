@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from syncline import updates
 from syncline.members.job_record import NO_FLAGS, Flags
 from syncline.pytorch.checkpoint.group import CheckpointGroup
 from syncline.pytorch.consistency import broadcast_tensors
-from syncline.pytorch.epochs import Recovery
+from syncline.pytorch.epochs import FleetGrowth, Recovery
 from syncline.pytorch.installation import Installation
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.training import Training
@@ -28,6 +29,7 @@ from syncline.updates.bucket import Slot
 from syncline.updates.control import ControlStream
 from syncline.updates.elastic_sharded import ElasticShardedUpdater
 from syncline.updates.peer_state import HeldState
+from syncline.updates.rule import MemberNews
 from syncline.updates.state import decode_value, describe_state
 
 
@@ -109,6 +111,8 @@ class GrowingTraining:
         self._installation = installation
         self._optimizer = optimizer
         self._iteration = 0
+        self._news: MemberNews | None = None
+        """What was told of members when the last period ended, with rules whose ranks meet there."""
         self._came_at: int | None = None
         """The steps that were made when this rank came in, if it did."""
         self._held: list[HeldState] = []
@@ -121,6 +125,12 @@ class GrowingTraining:
     def iteration(self) -> int:
         """Steps that were made when the training was put in place last."""
         return self._iteration
+
+    @property
+    def period(self) -> int:
+        """Of so many steps one, at least, may let newcomers in."""
+        rule = self._installation.rule
+        return rule.period if isinstance(rule, updates.Overlapped) else 1
 
     @property
     def has_just_come(self) -> bool:
@@ -144,17 +154,24 @@ class GrowingTraining:
     def flags(self) -> Flags:
         """What the first member has told of newcomers with the last pass."""
         training = self._installation.elastic_training
-        return NO_FLAGS if training is None else training.flags
+        if training is None:
+            return NO_FLAGS if self._news is None else self._news.flags
+        return training.flags
 
     def end_step(self) -> None:
         """Take in who is connected; every member comes here at the end of the same step."""
         growth = self._installation.fleet.growth
-        if growth is not None:
+        if growth is None:
+            return
+        if self._installation.elastic_training is None:
+            self._end_period(growth)
+        else:
             growth.end_step()
 
     def finish(self) -> None:
-        """End what is under way of the last step, among the members as they are."""
-        self._training.finish()
+        """End what is under way of the last step, among the members as they are; at a period's end that is nothing."""
+        if self._installation.elastic_training is not None:
+            self._training.finish()
 
     def leave(self) -> None:
         """Take the training away, and keep what it has."""
@@ -191,6 +208,13 @@ class GrowingTraining:
         self._iteration = self._came_at = position.iteration
         self.extra, self.parts = position.extra, position.parts
         self._held = []  # what this rank had alone counts no more
+
+    def _end_period(self, growth: FleetGrowth) -> None:
+        """Go on without who is lost, as all were told when a period has just ended; or take in who is connected."""
+        updater = self._training.updater
+        self._news = updater.take_news()
+        if self._news is not None and not growth.lose(self._news.lost, updater.iteration):
+            growth.end_step()
 
     @property
     def _training(self) -> Training:

@@ -7,12 +7,13 @@ training on a larger fleet is made by the code that made the first one, on old m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import nn
 
+from syncline import updates
 from syncline.errors import UpdateError
 from syncline.members import Elastic
 from syncline.observe import tell_if_long
@@ -35,7 +36,7 @@ from syncline.pytorch.sync_batch_norm import (
     synchronise_layers,
 )
 from syncline.pytorch.training import Training
-from syncline.updates import Setting, Updater, UpdateRule
+from syncline.updates import Setting, Sharded, Updater, UpdateRule
 from syncline.updates.bucket import Bucket, BucketPlan
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketSchedule, plan_bucket_schedules
@@ -95,7 +96,7 @@ class Installation:
         schedules = plan(fleet.reserve_streams(len(plans)).start, is_together=is_together)
         collectives = BucketCollectives(fleet.communicator, control=control, bucket_schedules=schedules)
         sizes = [plan.num_bytes for plan in plans]
-        if going_on is None:  # else communicators come and go
+        if self.elastic is None:  # else communicators come and go
             collectives.share_memory(sizes)
         buckets = flatten(named, plans)
         if not has_values:
@@ -108,7 +109,7 @@ class Installation:
             tuner=tuner,
             reserve_streams=fleet.reserve_streams,
         )
-        updater = _start_rule(rule, setting if going_on is None else going_on.extend(setting))
+        updater = _start_rule(rule, self._extended(setting, going_on))
         try:
             if helpers := fleet.topology.helpers:
                 check_joinable(model)
@@ -131,6 +132,19 @@ class Installation:
         )
         self._register(training, going_on)
         return training
+
+    def why_no_newcomers(self) -> str:
+        """Say why it takes nobody in; empty if it does."""
+        rule = self.rule
+        if self.elastic is None or isinstance(rule, updates.Clustered):
+            return "a training of it is not elastic, or its rule is none of AllReduce(), Sharded() and Overlapped()"
+        if isinstance(rule, updates.Overlapped) and (rule.quorum is not None or rule.servers != "shared"):
+            return "Overlapped(quorum=, servers=) says how many ranks do what, and newcomers change that"
+        if isinstance(rule, Sharded) and not (
+            isinstance(rule.portions, str | float | int) and rule.replicate in {None, "host", "auto"}
+        ):
+            return "Sharded(portions=, replicate=) names parts of its topology, and newcomers may be in none of them"
+        return ""
 
     def synchronize(self) -> None:
         """Wait until parameters and buffers are final on this rank."""
@@ -172,6 +186,11 @@ class Installation:
         if self.elastic_training is not None:
             self.elastic_training.end()
         restore_layers(self._layers)
+
+    def _extended(self, setting: Setting, going_on: ElasticTraining | None) -> Setting:
+        if going_on is not None:
+            return going_on.extend(setting)
+        return setting if self.why_no_newcomers() else replace(setting, newcomers=self.fleet.growth)
 
     @property
     def _asks_for_priorities(self) -> bool:

@@ -17,6 +17,7 @@ from syncline.members import MembershipChange
 from syncline.priorities.tuner import TunerStatistics
 from syncline.pytorch.contributions import Gradients
 from syncline.pytorch.elastic_training import ElasticTraining
+from syncline.pytorch.epochs import Recovery
 from syncline.pytorch.following import RateFollower
 from syncline.pytorch.notices import Notice
 from syncline.pytorch.optimizer_state import divided_state
@@ -71,9 +72,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *,
         save_as_told: Callable[[DistributedOptimizer, Mapping[str, Any]], None],
         elastic: ElasticTraining | None = None,
+        recovery: Recovery | None = None,
     ) -> None:
         self.training = training
         self._elastic = elastic
+        self._recovery = recovery
         self.growing: Growing | None = None
         """What lets newcomers in; None in a job that takes nobody in."""
         self.heed: Callable[[Mapping[int, Notice]], None] | None = None
@@ -155,8 +158,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         notices, place = self.training.notices(), id(self.training)  # a reference would keep it where the job grows
         if self._elastic is not None:
             self._elastic.end_step()
-            if self.growing is not None:
-                self.growing.end_step()
+        if self.growing is not None:
+            self.growing.end_step()
         if self.follower is not None:
             self.follower.end_step()
         if self.rule_watch is not None:
@@ -208,7 +211,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ...     scheduler.load_state_dict(optimizer.extra["scheduler"])
         ...     scheduler.step()
         """
-        if self._elastic is None:
+        if self._recovery is None:
             raise UpdateError("Newcomers come only into an elastic job: distribute(..., elastic=True)")
         try:
             json.dumps(function())
@@ -228,9 +231,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         >>> model, optimizer = syncline.distribute(model, optimizer, syncline.AllReduce(), elastic=True)
         >>> optimizer.on_membership_change(lambda change: print(change.lost, "lost"))
         """
-        if self._elastic is None:
+        if self._recovery is None:
             raise UpdateError("Members change only in an elastic job: distribute(..., elastic=True)")
-        self._elastic.recovery.watch(function)
+        self._recovery.watch(function)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients (``p.grad`` is None then), or make them zeros; also those that no step has used."""
@@ -364,6 +367,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         >>> optimizer.end_period()  # after 1 step of 64: now all ranks have the same parameters
         """
         self.training.end_period()
+        if self._elastic is None and self.growing is not None:
+            self.growing.end_step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 - refused, whatever it is
         """Raise :class:`UpdateError`: buckets are made once."""

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from syncline.members import LOSSES
+from syncline.members.job_record import Flags
 from syncline.priorities.tuner import ClassTuner
 from syncline.updates.bucket import Bucket, placed
 from syncline.updates.bucket_collectives import BucketCollectives
@@ -67,6 +68,28 @@ class Commit(Protocol):
         """Wait for it; raises what it ended with if this epoch ended before it: then nobody has seen it complete."""
 
 
+class MemberNews(NamedTuple):
+    """What was told of the job's members at the end of a period, alike on all that go on."""
+
+    flags: Flags
+    lost: tuple[int, ...]
+    """Ranks that the lowest of them held lost."""
+
+
+class Newcomers(Protocol):
+    """Those that want to come into a job whose ranks meet at the ends of periods."""
+
+    @property
+    def elders(self) -> tuple[int, ...]:
+        """The ranks that were members before others came in just now; none if nobody did."""
+
+    def flags(self) -> Flags:
+        """Return what this rank tells of them at the end of a period."""
+
+    def note_loss(self, rank: int) -> None:
+        """Let nobody in until the end of a period has told all of this loss; from any thread."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What a rule works on: the same on all ranks, but for the values in the optimizer and the tensors.
@@ -96,6 +119,8 @@ class Setting:
     """In an elastic job: begins a commit of that label."""
     has_checkpoints: bool = False
     """In an elastic job: whether it can go back to a checkpoint where state is lost; see :meth:`Updater.go_back`."""
+    newcomers: Newcomers | None = None
+    """In an elastic job whose rule survives losses by itself: who may come in at the end of a period."""
 
 
 class Updater(ABC):
@@ -231,6 +256,10 @@ class Updater(ABC):
 
     def end_period(self) -> None:  # noqa: B027 - with most rules all ranks have the same parameters after every step
         """Make the parameters of all ranks equal now, for rules that let them differ; every rank calls it."""
+
+    def take_news(self) -> MemberNews | None:
+        """Return once what was told of members when a period ended; None if none has, or a rule tells nothing there."""
+        return None
 
     def serve(self) -> None:
         """Serve until all ranks that train have left, and return; only if :attr:`is_server`."""

@@ -15,7 +15,7 @@ class Client(SimpleNamespace):
     """What of a rank's client hears of losses, in a job of five; what it tells is kept."""
 
     _on_note, _on_lost, _leave = Driver._on_note, ServerClient._on_lost, Driver._leave
-    _tell_others, _lose = Driver._tell_others, Driver._lose
+    _tell_others, _lose, _find_shortage = Driver._tell_others, Driver._lose, ServerClient._find_shortage
 
     def __init__(self, rank: int) -> None:
         membership = Membership(tuple(range(5)))
@@ -28,6 +28,9 @@ class Client(SimpleNamespace):
             _move_buckets=lambda: None,
             _changed=threading.Condition(),
             _failure=None,
+            _newcomers=None,
+            _elders=(),
+            _may_switch=False,
             told=[],
         )
 

@@ -87,7 +87,7 @@ def test_messages_to_servers_go_round(kind, period: int, round_number: int, iter
 def test_messages_from_servers_go_round(accepted: int, dropped: tuple) -> None:
     message = LAYOUT.make_down()
     for record in (
-        ReplyAverage(worker=1, period=2**32, iteration=2**40, dropped=dropped),
+        ReplyAverage(worker=1, period=2**32, iteration=2**40, dropped=dropped, told=(0, 2**16, 2**16, 0, 1, 2)),
         Reply(worker=1, period=3, closed=9, clock=11, accepted=accepted),
     ):
         message.write(record)

@@ -1,5 +1,7 @@
 """The server shard's decisions, event by event: instruction lists are compared whole."""
 
+from dataclasses import replace
+
 from syncline.updates.overlapped.server import Average, Clear, End, Fold, Hello, Push, Reply, ReplyAverage, ServerShard
 
 
@@ -86,6 +88,18 @@ def test_the_end_of_a_period_averages_all_that_live() -> None:
     ]
     assert shard.dropped == {1: 1}
     assert shard.period == 1
+
+
+def test_what_the_lowest_worker_tells_of_members_counts_also_for_who_missed_the_average() -> None:
+    shard = ServerShard(workers=range(4), quorum=3, lost=[0], shrinks=True)
+    for worker, told in ((3, (3, 0, 0)), (1, (1, 5, 5, 0)), (2, (2, 0, 0, 0))):
+        instructions = shard.hear(replace(end(worker), told=told))
+    assert ReplyAverage(worker=3, period=0, told=(1, 5, 5, 0)) in instructions
+    successor = ServerShard(workers=range(4), quorum=3, lost=[0, 1], succeeds=True)
+    successor.hear(hello(2, 0))
+    assert ReplyAverage(worker=2, period=0, told=(1, 5, 5, 0)) in successor.hear(
+        replace(hello(3, 1), told=(1, 5, 5, 0))
+    )
 
 
 def test_an_end_that_is_said_again_counts_for_nothing() -> None:

@@ -395,6 +395,10 @@ class Growth:
         """Let nobody in, before an epoch was opened."""
         self._loop.call_soon(self._server.refuse, why)
 
+    def note_loss(self, number: int) -> None:
+        """Begin no attempt before an epoch without the member of this number, as it is lost; from any thread."""
+        self._loop.call_soon(self._server.note_loss, number)
+
     def flags(self) -> Flags:
         """Return this rank's two numbers for the next commit."""
         return self._server.decide() if self._rank == 0 else NO_FLAGS

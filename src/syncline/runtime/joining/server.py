@@ -24,7 +24,7 @@ from syncline.fabric.acceptor import Acceptor
 from syncline.fabric.handshake import FrameKeys
 from syncline.fabric.shared_port import SharedListener, name_of
 from syncline.fabric.sockets import prepare_connected
-from syncline.members.job_record import Attempt, Flags, JobRecord, Newcomer, address_of
+from syncline.members.job_record import Address, Attempt, Flags, JobRecord, Newcomer, address_of
 from syncline.runtime.joining.connection import JoinConnection, Message, join_terms
 
 VERSION = version("syncline")
@@ -57,6 +57,8 @@ class JoinServer:
         self._loop = asyncio.get_running_loop()
         self._job: JobRecord | None = None
         self._rank = 0
+        self._lost: set[int] = set()
+        """Numbers of members that are lost, while the epoch is one with them."""
         self._lines: tuple[str, ...] = ()
         self._why_not = NOT_YET
         self._askers: list[_Asker] = []
@@ -82,6 +84,8 @@ class JoinServer:
         if self._attempt is not None:
             self._attempt.is_decided = False  # the commit that would have switched was that of no epoch
         self._abandon("the members of the job changed meanwhile; it is begun anew")
+        is_on_another_fabric = self._job is not None and job.epoch != self._job.epoch  # which members have left for it
+        self._lost.intersection_update(() if is_on_another_fabric else job.numbers)
         self._job, self._rank, self._lines, self._why_not = job, rank, tuple(lines), why_not
         if isinstance(self._socket, SharedListener):  # who leads is the first of its host's
             terms = join_terms(self._options, is_member=True)
@@ -89,6 +93,12 @@ class JoinServer:
         if why_not:
             self._refuse([asker for asker in self._askers if asker.newcomer is not None], why_not)
         self._look()
+
+    def note_loss(self, number: int) -> None:
+        """Begin no attempt before an epoch without this member; whoever leads without it lets newcomers wait."""
+        if self._job is not None and number in self._job.numbers:
+            self._lost.add(number)
+            self._abandon("a member is lost; it is begun anew without it")
 
     def refuse(self, why: str) -> None:
         """Let nobody in, for good: the job makes a training that cannot grow."""
@@ -107,6 +117,9 @@ class JoinServer:
             attempt = self._attempt
             if attempt is None:
                 return 0, 0
+            if not attempt.is_told:
+                attempt.is_told = True
+                self._loop.call_soon_threadsafe(self._announce, attempt)
             attempt.is_decided = attempt.is_connected
             return attempt.number, attempt.number if attempt.is_decided else 0
 
@@ -190,15 +203,19 @@ class JoinServer:
             why = f"the job runs Syncline {VERSION}, this process {message['version']}; install the same"
         elif job is None or self._why_not:
             why, again = self._why_not, self._why_not == NOT_YET
-        elif newcomer.join_address in job.join_addresses and not message["shares_port"]:
+        elif newcomer.join_address in self._living_addresses(job) and not message["shares_port"]:
             why = "it is a member of the job already"
-        elif self._rank:
+        elif not self._lost.issuperset(job.numbers[: self._rank]):
             return {"kind": "elsewhere", "addresses": job.join_addresses}
         elif sum(asker.newcomer is not None for asker in self._askers) >= MAX_WAITING:
             why, again = f"{MAX_WAITING} newcomers are waiting already", True
         else:
             why = _misplaced(job, newcomer)
         return {"kind": "refused", "why": why, "again": again} if why else None
+
+    def _living_addresses(self, job: JobRecord) -> list[Address]:
+        members = zip(job.numbers, job.join_addresses, strict=True)
+        return [address for number, address in members if number not in self._lost]
 
     async def _admit_member(self, connection: JoinConnection, message: Message) -> _Asker | None:
         attempt, rank = self._attempt, int(message["rank"])
@@ -244,7 +261,7 @@ class JoinServer:
         """Begin an attempt, if there is somebody to be taken in and nobody to be waited for."""
         newcomers = [asker for asker in self._askers if asker.newcomer is not None]
         ready = [asker for asker in newcomers if asker.is_ready]
-        if not ready or self._attempt is not None or self._job is None or self._why_not or self._rank:
+        if not ready or self._attempt is not None or self._job is None or self._why_not or self._rank or self._lost:
             return
         if len(ready) == len(newcomers):
             self._begin()
@@ -254,7 +271,7 @@ class JoinServer:
     def _begin(self) -> None:
         self._cancel_timers()
         ready = [asker for asker in self._askers if asker.newcomer is not None and asker.is_ready]
-        if self._attempt is not None or self._job is None or not ready:
+        if self._attempt is not None or self._job is None or self._lost or not ready:
             return
         try:
             job = self._job.grown([asker.newcomer for asker in ready if asker.newcomer is not None])
@@ -266,7 +283,14 @@ class JoinServer:
         self._attempt = attempt
         for rank, asker in enumerate(ready, self._job.world_size):
             asker.rank = rank
-            self._tell(asker, "connect", **attempt.plan(rank))
+
+    def _announce(self, attempt: Attempt) -> None:
+        """Let newcomers connect, as members do from now on: until a step's end, or a period's, they hear of nothing."""
+        if attempt is not self._attempt:
+            return
+        for asker in self._askers:
+            if asker.newcomer is not None and asker.rank is not None:
+                self._tell(asker, "connect", **attempt.plan(asker.rank))
         self._timers.append(self._loop.call_later(self._options.connect_s, self._expire, attempt))
 
     def _expire(self, attempt: Attempt) -> None:

@@ -48,8 +48,8 @@ from syncline.updates.overlapped.server import (
 from syncline.updates.overlapped.worker import BucketWorker, Keep, Send, Use
 
 Told = Push | End | Hello | Reply | ReplyAverage
-HEAD_BYTES, RANK_BYTES = 256, 12
-"""Room for the text of a record, and for each rank of whose pushes it says how many were dropped."""
+HEAD_BYTES, RANK_BYTES = 256, 18
+"""Room for the text of a record, and for each rank: how many of its pushes were dropped, and that it is lost."""
 
 UP, DOWN = range(2)
 """Kinds of messages on a bucket's stream: to its server, and from it."""
@@ -330,6 +330,8 @@ class WorkerLink:
         """Messages of servers."""
         self.start_iteration = 0
         """The fleet's iteration at the start of the newest period that this worker knows the start of."""
+        self.start_told: tuple[int, ...] = ()
+        """What was told of the job's members at the end of the one before."""
 
     # --- the training thread -------------------------------------------------------------------------------------
 
@@ -382,12 +384,12 @@ class WorkerLink:
             runs = self.machine.unsettled
         return [(self._places[place].values, count) for place, count in runs]
 
-    def end(self, parameters: torch.Tensor, *, iteration: int, weight: float) -> None:
+    def end(self, parameters: torch.Tensor, *, iteration: int, weight: float, told: tuple[int, ...]) -> None:
         """Send what the period ends with, to be averaged; ``iteration`` counts since the start of the training."""
         message = self._end = self._end or self.bucket.make_up()
         message.values.copy_(parameters)
         period = self.machine.period
-        message.write(End(worker=self._port.rank, period=period, iteration=iteration, weight=weight))
+        message.write(End(worker=self._port.rank, period=period, iteration=iteration, weight=weight, told=told))
         with self._changed:
             self._has_ended = True
             self._sent_end = message
@@ -424,9 +426,9 @@ class WorkerLink:
         """Take note of what a period begins with, which a checkpoint may have brought."""
         self.start.values.copy_(parameters)
 
-    def keep_mean(self, mean: torch.Tensor, *, iteration: int) -> None:
+    def keep_mean(self, mean: torch.Tensor, *, iteration: int, told: tuple[int, ...]) -> None:
         """Take note of what the next period begins with, where no server said so; on the loop's thread."""
-        self.start_iteration = iteration
+        self.start_iteration, self.start_told = iteration, told
         self._start_period = self.machine.period + 1
         self.start.values.copy_(mean)
 
@@ -476,8 +478,8 @@ class WorkerLink:
             end = None if has_start else self._sent_end
             self._changed.notify_all()
         self.listen()
-        period, iteration = self._start_period, self.start_iteration
-        self.start.write(Hello(worker=self._port.rank, period=period, iteration=iteration))
+        period, iteration, told = self._start_period, self.start_iteration, self.start_told
+        self.start.write(Hello(worker=self._port.rank, period=period, iteration=iteration, told=told))
         self._messages.send(server, UP, self.start.memory)
         if end is not None:
             self._messages.send(server, UP, end.memory)
@@ -511,7 +513,7 @@ class WorkerLink:
     def _on_average(self, reply: ReplyAverage, message: Message) -> None:
         if reply.period != self.machine.period or not self._has_ended:
             return
-        self.start_iteration = reply.iteration
+        self.start_iteration, self.start_told = reply.iteration, reply.told
         self.start.values.copy_(message.values_as(self.bucket.dtype))
         self._start_period = reply.period + 1
         self.dropped = reply.dropped

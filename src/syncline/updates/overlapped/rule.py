@@ -17,7 +17,7 @@ from syncline.updates.overlapped.placement import DEDICATED, ServerLayout, place
 from syncline.updates.overlapped.rebase import Collect, Rebase
 from syncline.updates.overlapped.server_client import OverlappedStatistics, ServerClient, TreeMean
 from syncline.updates.report import PendingReport
-from syncline.updates.rule import NonfiniteOrigin, Setting, WholeRule, WholeUpdater
+from syncline.updates.rule import MemberNews, NonfiniteOrigin, Setting, WholeRule, WholeUpdater
 
 Kind = Literal["swap", "rebase"]
 FRESH = 8
@@ -36,6 +36,7 @@ class Overlapped(WholeRule):
     end periods through the servers), as long as they are more than half of the workers, or half with the lowest rank
     among them; for a rank cannot tell a death from a cut of the network, of which at most one side may go on. A number
     is what is needed to the end: with fewer workers the job ends; with M of at most N/2, both sides of a cut go on.
+    With the default, and shared servers, an elastic job takes newcomers in when a period ends.
 
     ``servers``: ``"shared"`` keeps the server shards on the ranks, spread by what their links carry;
     ``"dedicated:k"`` on the last k ranks, which do not train: there, ``optimizer.is_server`` is True, and
@@ -164,6 +165,7 @@ class OverlappedUpdater(WholeUpdater):
             feeds=self._collects or [Feed() for _ in buckets],
             timeout_s=self.collectives.timeout_s,
             trace=self.collectives.trace,
+            newcomers=setting.newcomers,
         )
         starts = [link.start.values for link in self.client.links]
         self._tree_mean = TreeMean(self.collectives.control, self.buckets, starts) if layout.ends_on_tree else None
@@ -269,6 +271,11 @@ class OverlappedUpdater(WholeUpdater):
             self.client.end_period([bucket.parameters for bucket in self.buckets])
         trace.span("period end", "update", start_ns, trace.now_ns(), period=number)
 
+    def take_news(self) -> MemberNews | None:
+        """Return once what was told of members when the last period ended."""
+        news, self.client.news = self.client.news, None
+        return news
+
     def statistics(self) -> OverlappedStatistics:
         """Return what was stale, dropped and waited for on this rank."""
         return self.client.statistics()
@@ -278,6 +285,7 @@ class OverlappedUpdater(WholeUpdater):
         if self.is_server:
             self.serve()
             return
+        self.client.is_ending = True
         self.end_period()
         self.client.drain()
 

@@ -39,6 +39,8 @@ class End:
     """Samples that the worker used in the whole period."""
     iteration: int = 0
     """The worker's iteration since the start of the training."""
+    told: tuple[int, ...] = ()
+    """What the worker tells of the job's members, itself first; of all that end a period the lowest one's counts."""
     payload: Any = field(default=None, compare=False, repr=False)
 
 
@@ -52,6 +54,8 @@ class Hello:
     """The fleet's iteration at the start of ``period``."""
     weight: float = 1.0
     """Of the only one in an average."""
+    told: tuple[int, ...] = ()
+    """What counted at the end of the period before."""
     payload: Any = field(default=None, compare=False, repr=False)
 
 
@@ -105,6 +109,8 @@ class ReplyAverage:
     """The furthest iteration of a worker in the average: where the next period begins for all."""
     dropped: tuple[int, ...] = ()
     """For each rank, how many of its pushes this shard has dropped so far, as whoever sends it fills in."""
+    told: tuple[int, ...] = ()
+    """What the lowest worker in the average tells of the job's members."""
 
 
 ServerInstruction = Fold | Average | Clear | Reply | ReplyAverage
@@ -293,9 +299,9 @@ class ServerShard:
         if not self.alive or self._lacking():
             return []
         contributions = tuple(self._ends[worker] for worker in sorted(self._ends))
-        reached = max(one.iteration for one in contributions)
+        reached, told = max(one.iteration for one in contributions), contributions[0].told
         for worker in self.alive:
-            reply = ReplyAverage(worker=worker, period=self.period, iteration=reached)
+            reply = ReplyAverage(worker=worker, period=self.period, iteration=reached, told=told)
             self._accounts[worker].due.append(reply)
         average = Average(period=self.period, contributions=contributions)
         begun = self._begin_period(self.period + 1)
@@ -357,7 +363,8 @@ class ServerShard:
         if behind:
             instructions = [Average(period=newest.period - 1, contributions=(newest,))]
         for worker in behind:
-            reply = ReplyAverage(worker=worker, period=newest.period - 1, iteration=newest.iteration)
+            period = newest.period - 1
+            reply = ReplyAverage(worker=worker, period=period, iteration=newest.iteration, told=newest.told)
             self._accounts[worker].due.append(reply)
         return instructions + self._succeed(newest.period)
 

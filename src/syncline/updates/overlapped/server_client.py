@@ -20,7 +20,8 @@ import torch
 
 from syncline.errors import DeadlineError, FabricClosedError, PeerLostError, UpdateError, accusing
 from syncline.fabric import PeerLeftError
-from syncline.members import Membership, describe_ranks
+from syncline.members import Membership, QuorumLostError, describe_ranks
+from syncline.members.job_record import NO_FLAGS, Flags
 from syncline.observe import Trace
 from syncline.runtime.failures import LOOK
 from syncline.runtime.port import Port
@@ -33,7 +34,7 @@ from syncline.updates.overlapped.placement import ServerLayout, Succession
 from syncline.updates.overlapped.rebase import Collect
 from syncline.updates.overlapped.worker import PeriodClock
 from syncline.updates.rounds import Move, Round
-from syncline.updates.rule import NonfiniteOrigin
+from syncline.updates.rule import MemberNews, Newcomers, NonfiniteOrigin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +163,8 @@ class Ends:
     """Who kept others waiting when the period before this one ended: the one that itself hardly waited."""
     dropped: tuple[int, ...]
     """Gradients of each rank that the servers had dropped."""
+    told: tuple[int, ...]
+    """What rank 0 tells of the job's members: here all are in it."""
 
 
 class TreeMean:
@@ -178,8 +181,10 @@ class TreeMean:
         self.means: list[torch.Tensor] = []
         """Of each bucket, after :meth:`sum`."""
 
-    def sum(self, *, num_samples: float, iteration: int, dropped: Sequence[int]) -> Ends:
+    def sum(self, *, num_samples: float, iteration: int, dropped: Sequence[int], flags: Flags) -> Ends:
         """Make the mean; ``dropped`` counts, for each rank, what the servers here dropped. Parameters stay as they are.
+
+        ``flags`` are what this rank tells of newcomers.
 
         Raises :class:`UpdateError` on every rank if a parameter of any rank is not finite.
         """
@@ -187,7 +192,7 @@ class TreeMean:
         under_way = Round(
             [Move(bucket, start, bucket.parameters) for bucket, start in zip(self._buckets, self._starts, strict=True)],
             weight=num_samples,
-            told=[iteration, self._last_wait_s, *map(float, dropped)],
+            told=[iteration, self._last_wait_s, *flags, *map(float, dropped)],
             control=self._control,
             start_sum=self._start_sum,
             label="the end of a period",
@@ -200,7 +205,8 @@ class TreeMean:
             num_samples=tuple(under_way.weights),
             iteration=int(told[:, 0].max()),
             last_to_come=(int(waits_s.argmin()),) if waits_s.max() - waits_s.min() >= LOOK_S else (),
-            dropped=tuple(int(count) for count in told[:, 2:].sum(0)),
+            dropped=tuple(int(count) for count in told[:, 4:].sum(0)),
+            told=(0, *(int(flag) for flag in told[0, 2:4])),
         )
 
     def finish(self) -> None:
@@ -230,8 +236,18 @@ class ServerClient(Driver):
         feeds: Sequence[Feed | Collect],
         timeout_s: float,
         trace: Trace,
+        newcomers: Newcomers | None = None,
     ) -> None:
         super().__init__(port, Membership(layout.workers), timeout_s=timeout_s)
+        self._newcomers = newcomers
+        self._elders = () if newcomers is None else newcomers.elders
+        """Who was there before newcomers came, as long as no period has ended since."""
+        self.news: MemberNews | None = None
+        """What was told at the end of the last period; whoever does what follows takes it away."""
+        self.is_ending = False
+        """Whether this rank leaves when the period is over, so that it takes in nobody."""
+        self._may_switch = False
+        """Whether ranks go over to another fabric in this period: who leaves this one may go on there."""
         self.layout = layout
         self.clock = PeriodClock(layout.period)
         self.counts = ClientCounts()
@@ -297,12 +313,15 @@ class ServerClient(Driver):
     def end_period(self, parameters: Sequence[torch.Tensor]) -> None:
         """Replace the parameters of each bucket by their average over the workers."""
         self.raise_failure()
+        told = self._tell_of_members()
         for link, values in zip(self.links, parameters, strict=True):
-            link.end(values, iteration=self.iteration, weight=self.clock.num_samples)
+            link.end(values, iteration=self.iteration, weight=self.clock.num_samples, told=told)
         self._wait_phase("period", lambda: all(link.has_average for link in self.links))
         for link, values in zip(self.links, parameters, strict=True):
             link.take_average(values)
-        self._begin_period(max(link.start_iteration for link in self.links))
+        # What is told of a bucket is alike on all ranks; if the lowest worker died meanwhile, another's counts of some.
+        told = min(link.start_told for link in self.links)
+        self._begin_period(max(link.start_iteration for link in self.links), told)
 
     def end_together(self, mean: TreeMean) -> bool:
         """Let ``mean`` average the parameters, in place of the servers; False if a loss leaves it to them."""
@@ -321,7 +340,7 @@ class ServerClient(Driver):
             return False
         self.counts.note_wait("period", time.monotonic() - start_s, ends.last_to_come)
         self._dropped_together = ends.dropped
-        self._begin_period(ends.iteration)
+        self._begin_period(ends.iteration, ends.told)
         return True
 
     def _sum_on_tree(self, mean: TreeMean) -> Ends | None:
@@ -331,13 +350,15 @@ class ServerClient(Driver):
             return None
         self._stop_links()
         try:
-            ends = mean.sum(num_samples=self.clock.num_samples, iteration=self.iteration, dropped=dropped)
+            ends = mean.sum(
+                num_samples=self.clock.num_samples, iteration=self.iteration, dropped=dropped, flags=self._flags()
+            )
         except (PeerLostError, DeadlineError) as error:
             if not self.layout.shrinks or (isinstance(error, DeadlineError) and not self._has_left_behind()):
                 raise
             self._port.call(self._give_up_end, self._timeout_s)
             return None
-        if not self._port.call(partial(self._keep_end, mean, ends.iteration), self._timeout_s):
+        if not self._port.call(partial(self._keep_end, mean, ends), self._timeout_s):
             return None
         mean.finish()
         return ends
@@ -347,9 +368,13 @@ class ServerClient(Driver):
         """The fleet's iteration since the start of the training, as far as this worker has come."""
         return self._ended_iterations + self.clock.iteration
 
-    def _begin_period(self, iteration: int) -> None:
+    def _begin_period(self, iteration: int, told: tuple[int, ...]) -> None:
         for link in self.links:
             link.begin_period()
+        if self._newcomers is not None:
+            _, begun, decided, *lost = told
+            self.news = MemberNews(flags=(begun, decided), lost=tuple(lost))
+            self._may_switch, self._elders = bool(decided), ()
         self._ended_iterations = iteration
         self.clock.begin_period()
         self.counts.num_periods += 1
@@ -418,6 +443,15 @@ class ServerClient(Driver):
             for start in range(0, len(rounds), BUCKETS_OF_NOTE):
                 some = tuple(rounds[start : start + BUCKETS_OF_NOTE])
                 self._port.call_soon(self._send_note, server, Stopped(period=self.counts.num_periods, last_rounds=some))
+
+    def _flags(self) -> Flags:
+        return NO_FLAGS if self._newcomers is None or self.is_ending else self._newcomers.flags()
+
+    def _tell_of_members(self) -> tuple[int, ...]:
+        """Return what this rank tells at a period's end, if others may come: itself, its flags, and who is lost."""
+        if self._newcomers is None:
+            return ()
+        return (self._port.rank, *self._flags(), *self._port.call(lambda: sorted(self.lost), self._timeout_s))
 
     def _use(self, gradients: Sequence[torch.Tensor]) -> int:
         return max(link.use(gradient) for link, gradient in zip(self.links, gradients, strict=True))
@@ -510,10 +544,12 @@ class ServerClient(Driver):
         if peer in self.lost:
             return
         has_left = isinstance(error, PeerLeftError)
-        self.membership.lose(peer, error, has_left=has_left)
+        self.membership.lose(peer, error, has_left=has_left and not self._may_switch)
+        if self._newcomers is not None:
+            self._newcomers.note_loss(peer)
         for shard in self.hosted.values():
             shard.lose(peer)
-        shortage = self.membership.shortage(self.layout.survival, what="workers", describe=self._port.describe_peer)
+        shortage = self._find_shortage()
         if shortage is not None and has_left:
             self._shortage = shortage
         elif shortage is not None:
@@ -526,6 +562,14 @@ class ServerClient(Driver):
             self._move_buckets()
         with self._changed:
             self._changed.notify_all()
+
+    def _find_shortage(self) -> QuorumLostError | None:
+        """Return why too few are left, if so: of the workers, and of those that were there before newcomers came."""
+        find = partial(
+            Membership.shortage, quorum=self.layout.survival, what="workers", describe=self._port.describe_peer
+        )
+        shortage = find(self.membership)
+        return shortage or (find(Membership(self._elders, self.membership.losses)) if self._elders else None)
 
     def _defers_loss(self) -> bool:
         """Whether a rank that left by itself changes nothing yet: all may be about to leave.
@@ -549,13 +593,13 @@ class ServerClient(Driver):
         self._ends_together = False
         self._move_buckets()
 
-    def _keep_end(self, mean: TreeMean, iteration: int) -> bool:
+    def _keep_end(self, mean: TreeMean, ends: Ends) -> bool:
         """Let the mean count, unless a loss that came before leaves it to the servers."""
         self._ends_together = False
         if not self._succession.on_tree:
             return False
         for link, values in zip(self.links, mean.means, strict=True):
-            link.keep_mean(values, iteration=iteration)
+            link.keep_mean(values, iteration=ends.iteration, told=ends.told)
         return True
 
     def _move_buckets(self) -> None:

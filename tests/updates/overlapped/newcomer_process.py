@@ -1,0 +1,187 @@
+"""One rank of a job with the overlapped update that loses ranks and takes newcomers in.
+
+``newcomer_process.py FOLDER PLAN``: PLAN is JSON: how many are ``members`` at the start (the other processes are
+newcomers), at which step members ``leave`` (killed by themselves), after which step newcomers ``come`` (a process's
+number: the step; 0: when a switch was begun), how many of them at least ``together``, who is the ``door``
+that writes where it listens into their pipes, where in a switch processes ``die``, or ``miss`` the others
+(``meeting_port``: of a store that tells who has met), and what a newcomer does otherwise (``alters``). All end when
+periods have ended as often as ``last`` says since the last switch, of so many (``switches``). Each tells, when a period
+has ended, the iteration, the members, its parameters, its rate, and how many steps its optimizer has counted.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import TCPStore
+
+import syncline
+from syncline.errors import PeerLostError
+from syncline.pytorch.epochs import FleetGrowth
+from syncline.pytorch.growing_training import GrowingTraining
+from syncline.runtime.joining.server import JoinServer
+from syncline.updates import Updater
+
+DEADLINE_S = 100.0
+PERIOD = 4
+PLACES = {
+    "meet": (FleetGrowth, "_meet"),
+    "give": (GrowingTraining, "give"),
+    "take": (GrowingTraining, "take"),
+    "resume": (GrowingTraining, "resume"),
+}
+"""Where in a switch a process may die: at the beginning of a method."""
+
+
+def model_of(seed: int, width: int = 32) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, width, bias=False), nn.Tanh(), nn.Linear(width, 3)).double()
+
+
+def optimizer_of(model: nn.Module, kind: str, lr: float) -> torch.optim.Optimizer:
+    parameters = model.parameters()
+    return torch.optim.Adam(parameters, lr=lr) if kind == "adam" else torch.optim.SGD(parameters, lr=lr)
+
+
+def batch(step: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + number)
+    return (
+        torch.randn(4, 6, generator=generator, dtype=torch.float64),
+        torch.randn(4, 3, generator=generator, dtype=torch.float64),
+    )
+
+
+def die_in(place: str) -> None:
+    owner, name = PLACES[place]
+    setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def miss_the_others(port: int, number: int, *, misses: bool) -> None:
+    """Let this process, once all ``number`` have met, hold the others lost, as if their last message had not come.
+
+    What ``port`` says is who has met; those that miss nobody only tell that there.
+    """
+    meet, store = FleetGrowth._meet, TCPStore("127.0.0.1", port, wait_for_workers=False)
+
+    def miss(self: FleetGrowth, *arguments: Any) -> None:
+        meet(self, *arguments)
+        if store.add("met", 1) == number:
+            store.set("all", "have met")
+        if misses:
+            store.wait(["all"])
+            raise PeerLostError("the others do not answer", rank=0, host="h0")
+
+    FleetGrowth._meet = miss  # type: ignore[method-assign]
+
+
+def gather(number: int) -> None:
+    """Let nobody in before so many newcomers can be let in together."""
+    look = JoinServer._look
+
+    def wait(self: JoinServer) -> None:
+        if sum(asker.is_ready for asker in self._askers) >= number:
+            look(self)
+
+    JoinServer._look = wait  # type: ignore[method-assign]
+
+
+def count_switches() -> list[int]:
+    """Return what grows by one with each switch that this process begins."""
+    switch, begun = FleetGrowth._switch, [0]
+
+    def count(self: FleetGrowth, *arguments: Any) -> None:
+        begun[0] += 1
+        switch(self, *arguments)
+
+    FleetGrowth._switch = count  # type: ignore[method-assign]
+    return begun
+
+
+def tell(what: object) -> None:
+    print("told", json.dumps(what), flush=True)
+
+
+def tell_end(optimizer: Any, fleet: syncline.Fleet) -> None:
+    """Tell what a period has ended with, or a newcomer begins with."""
+    parameters = [value for group in optimizer.param_groups for value in group["params"]]
+    values = nn.utils.parameters_to_vector(parameters).tolist()
+    counted = optimizer.inner.state.get(parameters[0], {})
+    tell([optimizer.iteration, fleet.members, values, optimizer.param_groups[0]["lr"], int(counted.get("step", 0))])
+
+
+def start(folder: Path, plan: dict[str, Any], own: int) -> syncline.Fleet:
+    if own < plan["members"]:
+        return syncline.init(rank=own, world_size=plan["members"])
+    return syncline.init(join=(folder / f"come-{own}").read_text())  # a pipe
+
+
+def prepare(plan: dict[str, Any], own: int) -> None:
+    gc.disable()  # it may come much later than the next step
+    torch.set_num_threads(1)
+    if place := plan.get("die", {}).get(str(own)):
+        die_in(place)
+    if "miss" in plan:
+        number = plan["members"] + len(plan["come"])
+        miss_the_others(plan["meeting_port"], number, misses=own in plan["miss"])
+    gather(plan.get("together", 1))
+
+
+def main(folder: Path, plan: dict[str, Any]) -> None:
+    own = int(os.environ["RANK"])
+    prepare(plan, own)
+    begun = count_switches()
+    fleet = start(folder, plan, own)
+    alters, is_newcomer = plan.get("alters", {}).get(str(own), {}), own >= plan["members"]
+    model = model_of(own, alters.get("width", 32))  # newcomers and members begin with other values
+    optimizer = optimizer_of(model, plan.get("optimizer", "sgd"), 0.5 if is_newcomer else 0.05)
+    staleness = plan.get("max_staleness", 0)
+    rule = syncline.Overlapped(period=alters.get("period", PERIOD), bucket_bytes=512, max_staleness=staleness)
+    model, distributed = syncline.distribute(model, optimizer, rule, elastic=True)
+    changes: list[syncline.MembershipChange] = []
+    distributed.on_membership_change(changes.append)
+    distributed.offer_extra(lambda: {"from": own})
+    if is_newcomer:
+        assert distributed.extra is not None, "members offer something"
+        begun[0] = plan["switches"]  # those that come in before are no members any more
+        tell_end(distributed, fleet)
+    train(folder, plan, own, begun, (fleet, model, distributed))
+    num_updaters = sum(isinstance(one, Updater) for one in gc.get_objects())
+    told = [[change.lost, change.joined, change.iteration] for change in changes]
+    tell({"changes": told, "num_updaters": num_updaters})
+    fleet.close()
+
+
+def train(folder: Path, plan: dict[str, Any], own: int, begun: list[int], parts: tuple[Any, Any, Any]) -> None:
+    fleet, model, optimizer = parts
+    until_s, waiting, num_last = time.monotonic() + DEADLINE_S, dict(plan["come"]), 0
+    while num_last < plan["last"]:
+        assert time.monotonic() < until_s, f"{fleet.members} after step {optimizer.iteration}"
+        step = optimizer.iteration + 1
+        if plan["leave"].get(str(own)) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        x, y = batch(step, fleet.members[fleet.rank])
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        is_last = begun[0] >= plan["switches"]
+        optimizer.step()
+        if not optimizer.training.updater.is_at_period_start:
+            continue
+        num_last += is_last
+        tell_end(optimizer, fleet)
+        if own == plan.get("door", 0):
+            for newcomer in [each for each, after in waiting.items() if (step >= after if after else begun[0])]:
+                (folder / f"come-{newcomer}").write_text(str(fleet.join_address))
+                del waiting[newcomer]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
