@@ -107,7 +107,8 @@ def watch_compiled(tracks: Tracks) -> Callable[[FrameType, str, Any], None]:
     """Return a profiler that takes a path when compiled code is entered that runs slices."""
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
-        is_compiled = event == "c_call" and type(getattr(argument, "__self__", None)).__name__.startswith("pybind11")
+        is_over = event in ("c_return", "c_exception")  # of methods, CPython 3.12.1 does not tell that they begin
+        is_compiled = is_over and type(getattr(argument, "__self__", None)).__name__.startswith("pybind11")
         if is_compiled and argument.__name__ == "start":
             tracks.sent.append(tracks.here(frame))
 

@@ -70,7 +70,8 @@ class Depths:
         return (*getattr(self._before, "path", ()), *reversed(calls))
 
     def _profile(self, frame: FrameType, event: str, called: Any) -> None:
-        is_compiled = event == "c_call" and type(getattr(called, "__self__", None)).__name__.startswith("pybind11")
+        is_over = event in ("c_return", "c_exception")  # of methods, CPython 3.12.1 does not tell that they begin
+        is_compiled = is_over and type(getattr(called, "__self__", None)).__name__.startswith("pybind11")
         if is_compiled and called.__name__ == self._compiled:
             self.paths.append(self._here(frame))
 
