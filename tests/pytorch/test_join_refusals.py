@@ -96,7 +96,8 @@ def test_a_newcomer_whose_training_is_not_elastic_is_told_so(job: str) -> None:
     ("rule", "why"),
     [
         (syncline.Sharded(spares=1, portions={"h0": 1.0}), r"Sharded\(portions=, replicate=\) names parts of its"),
-        (syncline.Overlapped(), r"its rule is neither AllReduce\(\) nor Sharded\(\)"),
+        (syncline.Clustered(), r"its rule is none of AllReduce\(\), Sharded\(\) and Overlapped\(\)"),
+        (syncline.Overlapped(quorum=1), r"Overlapped\(quorum=, servers=\) says how many ranks do what"),
     ],
 )
 def test_a_training_that_cannot_grow_says_so_at_once(rule: Any, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
