@@ -22,30 +22,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import TCPStore
 
 import syncline
-from syncline.errors import PeerLostError
-from syncline.pytorch.epochs import FleetGrowth
-from syncline.pytorch.growing_training import GrowingTraining
-from syncline.runtime.joining.server import JoinServer
+from growth_faults import batch, prepare, start
 from syncline.updates import Updater
-from syncline.updates.elastic_sharded import ElasticShardedUpdater
 
 DEADLINE_S = 100.0
 RULES = {
     "all-reduce": syncline.AllReduce(bucket_bytes=512),
     "spares": syncline.Sharded(bucket_bytes=512, spares=1),
 }
-PLACES = {
-    "meet": (FleetGrowth, "_meet"),
-    "give": (GrowingTraining, "give"),
-    "take": (GrowingTraining, "take"),
-    "resume": (GrowingTraining, "resume"),
-    "admit": (ElasticShardedUpdater, "_agree_on_step"),
-    "admitted": (ElasticShardedUpdater, "_gather_anew"),
-}
-"""Where in a switch a process may die: at the beginning of a method."""
 
 
 def model_of(seed: int) -> nn.Module:
@@ -61,14 +47,6 @@ def scheduler_of(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.999)
 
 
-def batch(step: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + number)
-    return (
-        torch.randn(4, 6, generator=generator, dtype=torch.float64),
-        torch.randn(4, 3, generator=generator, dtype=torch.float64),
-    )
-
-
 def digest(model: nn.Module) -> str:
     state = hashlib.sha256()
     for value in model.state_dict().values():
@@ -76,59 +54,13 @@ def digest(model: nn.Module) -> str:
     return state.hexdigest()[:16]
 
 
-def die_in(place: str) -> None:
-    owner, name = PLACES[place]
-    setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
-
-
-def miss_the_others(port: int, number: int, *, misses: bool) -> None:
-    """Let this process, once all ``number`` have met, hold the others lost, as if their last message had not come.
-
-    What ``port`` says is who has met; those that miss nobody only tell that there.
-    """
-    meet, store = FleetGrowth._meet, TCPStore("127.0.0.1", port, wait_for_workers=False)
-
-    def miss(self: FleetGrowth, *arguments: Any) -> None:
-        meet(self, *arguments)
-        if store.add("met", 1) == number:
-            store.set("all", "have met")
-        if misses:
-            store.wait(["all"])
-            raise PeerLostError("the others do not answer", rank=0, host="h0")
-
-    FleetGrowth._meet = miss  # type: ignore[method-assign]
-
-
-def gather(number: int) -> None:
-    """Let nobody in before so many newcomers can be let in together."""
-    look = JoinServer._look
-
-    def wait(self: JoinServer) -> None:
-        if sum(asker.is_ready for asker in self._askers) >= number:
-            look(self)
-
-    JoinServer._look = wait  # type: ignore[method-assign]
-
-
 def tell(what: object) -> None:
     print("told", json.dumps(what), flush=True)
 
 
-def start(folder: Path, plan: dict[str, Any], own: int) -> syncline.Fleet:
-    if own < plan["members"]:
-        return syncline.init(rank=own, world_size=plan["members"])
-    return syncline.init(join=(folder / f"come-{own}").read_text())  # a pipe
-
-
 def main(folder: Path, plan: dict[str, Any]) -> None:
-    gc.disable()  # it may come much later than the next step
     own = int(os.environ["RANK"])
-    if place := plan["die"].get(str(own)):
-        die_in(place)
-    if "miss" in plan:
-        number = plan["members"] + len(plan["come"])
-        miss_the_others(plan["meeting_port"], number, misses=own in plan["miss"])
-    gather(plan.get("together", 1))
+    prepare(plan, own)
     fleet = start(folder, plan, own)
     model = model_of(own)  # newcomers and members begin with other values
     optimizer = optimizer_of(model, 0.5 if own >= plan["members"] else 0.01)

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from growing_process import batch, model_of, optimizer_of, scheduler_of
+from growing_process import model_of, optimizer_of, scheduler_of
 from torch import nn
 from torch.distributed import TCPStore
 
+from growth_faults import batch
 from rank_scripts import run_script
 
 SCRIPT = Path(__file__).with_name("growing_process.py")

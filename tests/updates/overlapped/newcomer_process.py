@@ -22,24 +22,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import TCPStore
 
 import syncline
-from syncline.errors import PeerLostError
+from growth_faults import batch, prepare, start
 from syncline.pytorch.epochs import FleetGrowth
-from syncline.pytorch.growing_training import GrowingTraining
-from syncline.runtime.joining.server import JoinServer
 from syncline.updates import Updater
 
 DEADLINE_S = 100.0
 PERIOD = 4
-PLACES = {
-    "meet": (FleetGrowth, "_meet"),
-    "give": (GrowingTraining, "give"),
-    "take": (GrowingTraining, "take"),
-    "resume": (GrowingTraining, "resume"),
-}
-"""Where in a switch a process may die: at the beginning of a method."""
 
 
 def model_of(seed: int, width: int = 32) -> nn.Module:
@@ -50,48 +40,6 @@ def model_of(seed: int, width: int = 32) -> nn.Module:
 def optimizer_of(model: nn.Module, kind: str, lr: float) -> torch.optim.Optimizer:
     parameters = model.parameters()
     return torch.optim.Adam(parameters, lr=lr) if kind == "adam" else torch.optim.SGD(parameters, lr=lr)
-
-
-def batch(step: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + number)
-    return (
-        torch.randn(4, 6, generator=generator, dtype=torch.float64),
-        torch.randn(4, 3, generator=generator, dtype=torch.float64),
-    )
-
-
-def die_in(place: str) -> None:
-    owner, name = PLACES[place]
-    setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
-
-
-def miss_the_others(port: int, number: int, *, misses: bool) -> None:
-    """Let this process, once all ``number`` have met, hold the others lost, as if their last message had not come.
-
-    What ``port`` says is who has met; those that miss nobody only tell that there.
-    """
-    meet, store = FleetGrowth._meet, TCPStore("127.0.0.1", port, wait_for_workers=False)
-
-    def miss(self: FleetGrowth, *arguments: Any) -> None:
-        meet(self, *arguments)
-        if store.add("met", 1) == number:
-            store.set("all", "have met")
-        if misses:
-            store.wait(["all"])
-            raise PeerLostError("the others do not answer", rank=0, host="h0")
-
-    FleetGrowth._meet = miss  # type: ignore[method-assign]
-
-
-def gather(number: int) -> None:
-    """Let nobody in before so many newcomers can be let in together."""
-    look = JoinServer._look
-
-    def wait(self: JoinServer) -> None:
-        if sum(asker.is_ready for asker in self._askers) >= number:
-            look(self)
-
-    JoinServer._look = wait  # type: ignore[method-assign]
 
 
 def count_switches() -> list[int]:
@@ -116,23 +64,6 @@ def tell_end(optimizer: Any, fleet: syncline.Fleet) -> None:
     values = nn.utils.parameters_to_vector(parameters).tolist()
     counted = optimizer.inner.state.get(parameters[0], {})
     tell([optimizer.iteration, fleet.members, values, optimizer.param_groups[0]["lr"], int(counted.get("step", 0))])
-
-
-def start(folder: Path, plan: dict[str, Any], own: int) -> syncline.Fleet:
-    if own < plan["members"]:
-        return syncline.init(rank=own, world_size=plan["members"])
-    return syncline.init(join=(folder / f"come-{own}").read_text())  # a pipe
-
-
-def prepare(plan: dict[str, Any], own: int) -> None:
-    gc.disable()  # it may come much later than the next step
-    torch.set_num_threads(1)
-    if place := plan.get("die", {}).get(str(own)):
-        die_in(place)
-    if "miss" in plan:
-        number = plan["members"] + len(plan["come"])
-        miss_the_others(plan["meeting_port"], number, misses=own in plan["miss"])
-    gather(plan.get("together", 1))
 
 
 def main(folder: Path, plan: dict[str, Any]) -> None:

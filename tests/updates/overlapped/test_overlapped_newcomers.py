@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from newcomer_process import PERIOD, batch, model_of
+from newcomer_process import PERIOD, model_of
 from torch import nn
 from torch.distributed import TCPStore
 
+from growth_faults import batch
 from rank_scripts import run_script
 
 SCRIPT = Path(__file__).with_name("newcomer_process.py")

@@ -1,0 +1,96 @@
+"""What may go wrong where a job lets newcomers in, for processes that are one of its ranks, by the JSON of a plan.
+
+``die``: at which of :data:`PLACES` a process, by its number, is killed. ``miss``: who holds the others lost once all
+have met (``meeting_port``: of a store that tells that). ``together``: so many newcomers, at least, come in at once.
+``members`` are there at the start; the others, a number each in ``come``, are newcomers.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+import syncline
+from syncline.errors import PeerLostError
+from syncline.pytorch.epochs import FleetGrowth
+from syncline.pytorch.growing_training import GrowingTraining
+from syncline.runtime.joining.server import JoinServer
+from syncline.updates.elastic_sharded import ElasticShardedUpdater
+
+PLACES = {
+    "meet": (FleetGrowth, "_meet"),
+    "give": (GrowingTraining, "give"),
+    "take": (GrowingTraining, "take"),
+    "resume": (GrowingTraining, "resume"),
+    "admit": (ElasticShardedUpdater, "_agree_on_step"),
+    "admitted": (ElasticShardedUpdater, "_gather_anew"),
+}
+"""Where in a switch a process may die: at the beginning of a method."""
+
+
+def batch(step: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the process trains on in a step."""
+    generator = torch.Generator().manual_seed(1000 * step + number)
+    return (
+        torch.randn(4, 6, generator=generator, dtype=torch.float64),
+        torch.randn(4, 3, generator=generator, dtype=torch.float64),
+    )
+
+
+def _die_in(place: str) -> None:
+    owner, name = PLACES[place]
+    setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def _miss_the_others(port: int, number: int, *, misses: bool) -> None:
+    """Let this process, once all ``number`` have met, hold the others lost, as if their last message had not come.
+
+    What ``port`` says is who has met; those that miss nobody only tell that there.
+    """
+    meet, store = FleetGrowth._meet, TCPStore("127.0.0.1", port, wait_for_workers=False)
+
+    def miss(self: FleetGrowth, *arguments: Any) -> None:
+        meet(self, *arguments)
+        if store.add("met", 1) == number:
+            store.set("all", "have met")
+        if misses:
+            store.wait(["all"])
+            raise PeerLostError("the others do not answer", rank=0, host="h0")
+
+    FleetGrowth._meet = miss  # type: ignore[method-assign]
+
+
+def _gather(number: int) -> None:
+    """Let nobody in before so many newcomers can be let in together."""
+    look = JoinServer._look
+
+    def wait(self: JoinServer) -> None:
+        if sum(asker.is_ready for asker in self._askers) >= number:
+            look(self)
+
+    JoinServer._look = wait  # type: ignore[method-assign]
+
+
+def prepare(plan: dict[str, Any], own: int) -> None:
+    """Let process ``own`` do what the plan says of it."""
+    gc.disable()  # it may come much later than the next step
+    torch.set_num_threads(1)
+    if place := plan.get("die", {}).get(str(own)):
+        _die_in(place)
+    if "miss" in plan:
+        number = plan["members"] + len(plan["come"])
+        _miss_the_others(plan["meeting_port"], number, misses=own in plan["miss"])
+    _gather(plan.get("together", 1))
+
+
+def start(folder: Path, plan: dict[str, Any], own: int) -> syncline.Fleet:
+    """Begin as a member, or as a newcomer once a pipe of the folder says where to ask."""
+    if own < plan["members"]:
+        return syncline.init(rank=own, world_size=plan["members"])
+    return syncline.init(join=(folder / f"come-{own}").read_text())  # a pipe
