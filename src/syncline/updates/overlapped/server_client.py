@@ -543,8 +543,8 @@ class ServerClient(Driver):
     def _on_lost(self, peer: int, error: Exception) -> None:
         if peer in self.lost:
             return
-        has_left = isinstance(error, PeerLeftError)
-        self.membership.lose(peer, error, has_left=has_left and not self._may_switch)
+        has_left = isinstance(error, PeerLeftError) and not self._may_switch
+        self.membership.lose(peer, error, has_left=has_left)
         if self._newcomers is not None:
             self._newcomers.note_loss(peer)
         for shard in self.hosted.values():
