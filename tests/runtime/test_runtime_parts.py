@@ -10,20 +10,20 @@ from syncline.runtime.call import Description
 from syncline.runtime.dataflow import compile_dataflow
 from syncline.runtime.failures import find_culprits, wait_for
 from syncline.runtime.same_calls import Agreement, EarlyQuota
-from syncline.schedule import Phase, RankProgram, Receive, Send
+from syncline.schedule import Phase, Receive, Send
 
 
 def compile_phases(*phases, rank=2, num_atoms=8, window=None):
     numbered = tuple(Phase(step=step, sends=sends, receives=receives) for step, (sends, receives) in enumerate(phases))
-    return compile_dataflow(RankProgram(rank=rank, phases=numbered), rank=rank, num_atoms=num_atoms, window=window)
+    return compile_dataflow(numbered, rank=rank, num_atoms=num_atoms, window=window)
 
 
 def add(peer, first, last, index=0):
-    return Receive(peer, first, last, index, True, False)
+    return Receive(peer, first, last, index, True)
 
 
 def copy(peer, first, last, index=0):
-    return Receive(peer, first, last, index, False, False)
+    return Receive(peer, first, last, index, False)
 
 
 def kinds(dataflow):

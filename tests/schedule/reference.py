@@ -10,10 +10,10 @@ from syncline.schedule import After, Before
 
 def run(schedule, layout, buffers):
     """Run the schedule on one buffer per rank, in place; every slice by itself, every step on all ranks at once."""
-    programs = [schedule.program(rank) for rank in range(schedule.num_ranks)]
+    programs = {rank: schedule.program(rank) for rank in range(schedule.num_ranks)}
     for offsets in layout.slices:
         for step in range(schedule.num_steps):
-            phases = {program.rank: phase for program in programs for phase in program.phases if phase.step == step}
+            phases = {rank: phase for rank, program in programs.items() for phase in program if phase.step == step}
             _run_step(phases, offsets, buffers)
     return buffers
 

@@ -11,8 +11,6 @@ from syncline.schedule import (
     Phase,
     Receive,
     Send,
-    plan_recursive_doubling,
-    plan_ring,
     plan_tree,
 )
 from syncline.topology import Topology
@@ -22,11 +20,10 @@ PAIRS = [(planner, collective) for planner in PLANNERS.values() for collective i
 
 def test_two_ranks():
     program = plan_tree(Topology.flat(2), Collective.ALL_REDUCE).program(0)
-    assert program.phases == (
-        Phase(step=0, sends=(Send(1, 1, 2, 0),), receives=(Receive(1, 0, 1, 0, True, False),)),
-        Phase(step=1, sends=(Send(1, 0, 1, 1),), receives=(Receive(1, 1, 2, 1, False, False),)),
+    assert program == (
+        Phase(step=0, sends=(Send(1, 1, 2, 0),), receives=(Receive(1, 0, 1, 0, True),)),
+        Phase(step=1, sends=(Send(1, 0, 1, 1),), receives=(Receive(1, 1, 2, 1, False),)),
     )
-    assert program.num_messages == 4
 
 
 @effort(max_examples=30)
@@ -37,9 +34,9 @@ def test_sends_and_receives_match_one_to_one(pair, topology):
     sends, receives = {}, {}
     for rank in range(schedule.num_ranks):
         program = schedule.program(rank)
-        steps = [phase.step for phase in program.phases]
+        steps = [phase.step for phase in program]
         assert steps == sorted(set(steps))
-        for phase in program.phases:
+        for phase in program:
             adders = [receive.peer for receive in phase.receives if receive.add]
             assert adders == sorted(adders)
             for send in phase.sends:
@@ -50,25 +47,6 @@ def test_sends_and_receives_match_one_to_one(pair, topology):
     assert len(sends) == len(schedule.transfers)
     for src, dst, index in sends:
         assert index == 0 or (src, dst, index - 1) in sends
-
-
-def overlaps(send, receive):
-    return send.first < receive.last and receive.first < send.last
-
-
-@pytest.mark.parametrize("num_ranks", [5, 16, 40])
-@pytest.mark.parametrize("collective", [Collective.REDUCE_SCATTER, Collective.ALL_GATHER, Collective.ALL_REDUCE])
-def test_receives_into_what_is_sent_are_marked(num_ranks, collective):
-    topology = Topology.flat(num_ranks)
-    for plan in (plan_tree, plan_ring, plan_recursive_doubling):
-        for phase in plan(topology, collective).program(num_ranks - 1).phases:
-            for receive in phase.receives:
-                assert receive.after_send == any(overlaps(send, receive) for send in phase.sends)
-
-
-def test_recursive_doubling_reads_what_it_adds_to():
-    phases = plan_recursive_doubling(Topology.flat(4), Collective.ALL_REDUCE).program(2).phases
-    assert [receive.after_send for phase in phases for receive in phase.receives] == [True, True]
 
 
 def test_programs_are_cached_and_ranks_checked():

@@ -31,10 +31,11 @@ def test_a_thousand_ranks_are_planned_and_proved(name):
     assert topology.num_ranks >= 900
     middle = topology.num_ranks // 2
     all_reduce, broadcast = (
-        plan_tree(topology, collective).program(middle) for collective in (Collective.ALL_REDUCE, Collective.BROADCAST)
+        sum(len(phase.sends + phase.receives) for phase in plan_tree(topology, collective).program(middle))
+        for collective in (Collective.ALL_REDUCE, Collective.BROADCAST)
     )
-    assert all_reduce.num_messages == NUM_MESSAGES[name]
-    assert 0 < broadcast.num_messages <= NUM_MESSAGES[name] / 2
+    assert all_reduce == NUM_MESSAGES[name]
+    assert 0 < broadcast <= NUM_MESSAGES[name] / 2
 
 
 def test_drafts_of_a_thousand_ranks_have_the_expected_size():

@@ -93,9 +93,9 @@ def test_example_of_two_and_three_children():
 
 
 def test_siblings_send_in_rotation():
-    sends = [send.peer for send in plan_tree(Topology.flat(5), Collective.REDUCE_SCATTER).program(3).phases[0].sends]
+    sends = [send.peer for send in plan_tree(Topology.flat(5), Collective.REDUCE_SCATTER).program(3)[0].sends]
     assert sends == [4, 0, 1, 2]
-    gathers = [send.peer for send in plan_tree(Topology.flat(5), Collective.ALL_GATHER).program(3).phases[0].sends]
+    gathers = [send.peer for send in plan_tree(Topology.flat(5), Collective.ALL_GATHER).program(3)[0].sends]
     assert gathers == [4, 0, 1, 2]
 
 

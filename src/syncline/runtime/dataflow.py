@@ -28,7 +28,7 @@ from typing import TypeVar
 import numpy as np
 
 from syncline.fabric.slice_executor import Dataflow, Kind, Operation, Slices
-from syncline.schedule import Layout, Phase, RankProgram, Receive, Schedule, Send
+from syncline.schedule import Layout, Phase, Receive, Schedule, Send
 
 # The dataflows of one rank, compiled when they are first needed and remembered.
 #
@@ -63,7 +63,7 @@ class Dataflows:
 
 def _facts(rank: int, schedule: Schedule) -> ProgramFacts:
     program = schedule.program(rank)
-    messages = [(message.peer, message.index) for phase in program.phases for message in phase.sends + phase.receives]
+    messages = [(message.peer, message.index) for phase in program for message in phase.sends + phase.receives]
     return ProgramFacts(
         peers=frozenset(peer for peer, _ in messages),
         num_indices=max((index for _, index in messages), default=-1) + 1,
@@ -85,11 +85,11 @@ T = TypeVar("T", Send, Receive)
 
 
 def compile_dataflow(
-    program: RankProgram, *, rank: int, num_atoms: int, window: tuple[int, int] | None = None
+    program: Sequence[Phase], *, rank: int, num_atoms: int, window: tuple[int, int] | None = None
 ) -> Dataflow:
     """Compile what ``rank`` does with the atoms of ``window``, of ``num_atoms`` in all (None: with all of them)."""
     compiler = _Compiler(rank, num_atoms)
-    for phase in program.phases:
+    for phase in program:
         compiler.add_phase(phase if window is None else _clip(phase, *window))
     return compiler.finish()
 

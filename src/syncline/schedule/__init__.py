@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from syncline.schedule.ring import plan_ring as plan_ring
     from syncline.schedule.schedule import (
         Phase as Phase,
-        RankProgram as RankProgram,
         Receive as Receive,
         Schedule as Schedule,
         Send as Send,
@@ -58,7 +57,7 @@ _NAMES = {
     "draft": "Collective Before After Draft UNOWNED",
     "transfers": "Transfer Transfers",
     "verifier": "verify split",
-    "schedule": "Schedule RankProgram Phase Send Receive",
+    "schedule": "Schedule Phase Send Receive",
     "layout": "Layout",
     "ownership": "Target Fractions",
     "tree": "plan_tree",

@@ -40,7 +40,7 @@ class Schedule(Draft):
     digest: str
     proved: str
     token: InitVar[object]
-    _programs: dict[int, RankProgram] = field(default_factory=dict, repr=False)
+    _programs: dict[int, tuple[Phase, ...]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self, token: object) -> None:
         if token is not _PROOF_TOKEN:
@@ -58,12 +58,15 @@ class Schedule(Draft):
         """What was proved, as a claim that can be changed."""
         return Draft(**_columns(self))
 
-    def program(self, rank: int) -> RankProgram:
-        """Return what ``rank`` does, phase by phase (cached); :class:`ScheduleError` if there is no such rank."""
+    def program(self, rank: int) -> tuple[Phase, ...]:
+        """Return what ``rank`` does, phase by phase (cached); :class:`ScheduleError` if there is no such rank.
+
+        Steps in which it has nothing to do are left out.
+        """
         if not 0 <= rank < self.num_ranks:
             raise ScheduleError(f"the schedule has ranks 0 to {self.num_ranks - 1}, not {rank}; ask for one of these")
         if rank not in self._programs:
-            self._programs[rank] = build_program(self.transfers, rank, self.num_atoms)
+            self._programs[rank] = build_program(self.transfers, rank)
         return self._programs[rank]
 
     def offsets(self, num_elements: int) -> tuple[int, ...]:
@@ -129,7 +132,7 @@ def _columns(draft: Draft) -> dict[str, Any]:
 class Send(NamedTuple):
     """Send the atoms [first, last) to ``peer``; ``index`` numbers the messages from this rank to that peer.
 
-    >>> plan_ring(Topology.flat(2), Collective.ALL_GATHER).program(0).phases[0].sends[0].peer
+    >>> plan_ring(Topology.flat(2), Collective.ALL_GATHER).program(0)[0].sends[0].peer
     1
     """
 
@@ -142,9 +145,7 @@ class Send(NamedTuple):
 class Receive(NamedTuple):
     """Receive the atoms [first, last) from ``peer`` and add or overwrite; ``index`` is the sender's.
 
-    ``after_send``: a send of the same phase reads some of these atoms. It must have left before they are written.
-
-    >>> plan_ring(Topology.flat(2), Collective.REDUCE_SCATTER).program(0).phases[0].receives[0].add
+    >>> plan_ring(Topology.flat(2), Collective.REDUCE_SCATTER).program(0)[0].receives[0].add
     True
     """
 
@@ -153,7 +154,6 @@ class Receive(NamedTuple):
     last: int
     index: int  # type: ignore[assignment]  # a message's number; nobody searches in a message
     add: bool
-    after_send: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +164,7 @@ class Phase:
     and in rank order of their peers; contributions to a range are added in that order, the rank's own value at its
     own place.
 
-    >>> (phase,) = plan_ring(Topology.flat(2), Collective.ALL_GATHER).program(0).phases
+    >>> (phase,) = plan_ring(Topology.flat(2), Collective.ALL_GATHER).program(0)
     >>> phase.sends
     (Send(peer=1, first=0, last=1, index=0),)
     """
@@ -174,33 +174,15 @@ class Phase:
     receives: tuple[Receive, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankProgram:
-    """All phases of one rank, in order; steps in which it has nothing to do are left out.
-
-    >>> program = plan_ring(Topology.flat(3), Collective.ALL_GATHER).program(0)
-    >>> [phase.step for phase in program.phases]
-    [0, 1]
-    """
-
-    rank: int
-    phases: tuple[Phase, ...]
-
-    @property
-    def num_messages(self) -> int:
-        """Number of messages that this rank sends or receives."""
-        return sum(len(phase.sends) + len(phase.receives) for phase in self.phases)
-
-
-def build_program(transfers: Transfers, rank: int, num_atoms: int) -> RankProgram:
+def build_program(transfers: Transfers, rank: int) -> tuple[Phase, ...]:
     """Pick and order what concerns ``rank``; takes time in proportion to all transfers (one scan) and to its own."""
     sends = _sends_of(transfers, rank)
     receives = _receives_of(transfers, rank)
     phases = []
     for step in sorted(sends.keys() | receives.keys()):
         going, coming = sends.get(step, []), receives.get(step, [])
-        phases.append(Phase(step=step, sends=tuple(going), receives=tuple(_mark_hazards(going, coming, num_atoms))))
-    return RankProgram(rank=rank, phases=tuple(phases))
+        phases.append(Phase(step=step, sends=tuple(going), receives=tuple(coming)))
+    return tuple(phases)
 
 
 def _sends_of(transfers: Transfers, rank: int) -> dict[int, list[Send]]:
@@ -222,7 +204,7 @@ def _receives_of(transfers: Transfers, rank: int) -> dict[int, list[Receive]]:
     by_step: dict[int, list[Receive]] = {}
     rows_in_order = zip(*(column[order].tolist() for column in columns), strict=True)
     for step, peer, first_atom, last_atom, index, adds in rows_in_order:
-        by_step.setdefault(step, []).append(Receive(peer, first_atom, last_atom, index, adds, False))
+        by_step.setdefault(step, []).append(Receive(peer, first_atom, last_atom, index, adds))
     return by_step
 
 
@@ -235,23 +217,3 @@ def _running_numbers(peers: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     numbers = np.empty(len(peers), dtype=np.int64)
     numbers[order] = np.arange(len(peers)) - np.repeat(starts, lengths)
     return numbers
-
-
-def _mark_hazards(sends: list[Send], receives: list[Receive], num_atoms: int) -> list[Receive]:
-    if not sends or not receives:
-        return receives
-    if len(sends) * len(receives) <= 64:
-        return [
-            receive._replace(after_send=True)
-            if any(send.first < receive.last and receive.first < send.last for send in sends)
-            else receive
-            for receive in receives
-        ]
-    edges = np.zeros(num_atoms + 1, dtype=np.int64)
-    np.add.at(edges, [send.first for send in sends], 1)
-    np.add.at(edges, [send.last for send in sends], -1)
-    read_before = np.concatenate(([0], np.cumsum(np.cumsum(edges[:-1]) > 0))).tolist()
-    return [
-        receive._replace(after_send=True) if read_before[receive.last] > read_before[receive.first] else receive
-        for receive in receives
-    ]
