@@ -7,7 +7,7 @@ from hypothesis import example, given, settings as effort, strategies as st
 from schedule_trees import balanced_tree, trees
 
 from syncline.errors import ScheduleError
-from syncline.schedule import PLANNERS, Collective, Layout, choose, plan_sharded_step, predict, split
+from syncline.schedule import PLANNERS, Collective, Layout, choose, plan_sharded_step, predict
 from syncline.topology import Topology
 
 SIZES = st.sampled_from([0, 1, 2, 3, 7, 31, 97, 211])
@@ -75,12 +75,6 @@ def test_every_process_plans_the_same():
     topology = Topology.load("deep-asymmetric")
     digests = {choose(topology, Collective.ALL_REDUCE, 1 << 20).digest for _ in range(3)}
     assert len(digests) == 1
-
-
-def test_choice_with_owners_can_be_split():
-    topology = Topology.load("two-racks-5-3")
-    schedule = choose(topology, Collective.ALL_REDUCE, 1024, with_owners=True)
-    assert [part.collective for part in split(schedule)] == [Collective.REDUCE_SCATTER, Collective.ALL_GATHER]
 
 
 @pytest.mark.parametrize(

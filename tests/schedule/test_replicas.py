@@ -21,12 +21,12 @@ from syncline.schedule import (
     plan_tree,
     plan_weighted_tree,
     predict,
-    split,
     verify,
 )
 from syncline.schedule.replicas import draft_in_replicas, find_parties, find_replicas, levels_of
 from syncline.schedule.replicated_step import choose_replicas, draft_replicas
 from syncline.schedule.step_candidates import draft_sharded_steps
+from syncline.schedule.verifier import split_at_owners
 from syncline.topology import DirectedLink, Topology
 from syncline.topology.document import shipped_names
 
@@ -72,7 +72,7 @@ def test_both_parts_of_random_trees_keep_their_promises(topology, level, plan, n
 def test_one_replica_is_the_ordinary_split():
     whole = plan_tree(DEEP, Collective.ALL_REDUCE)
     halves = split_in_replicas(whole, find_replicas(DEEP, 0))
-    assert [half.digest for half in halves] == [half.digest for half in split(whole)]
+    assert [half.digest for half in halves] == [half.digest for half in map(verify, split_at_owners(whole.draft))]
 
 
 def test_two_racks_send_everything_once_each_way_before_the_step_and_nothing_after_it():

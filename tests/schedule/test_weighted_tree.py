@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings as effort, strategies as st
 from schedule_trees import links, star, trees
 
-from syncline.schedule import Collective, CostModel, lower_bound, plan_tree, plan_weighted_tree, predict, split
+from syncline.schedule import Collective, CostModel, lower_bound, plan_tree, plan_weighted_tree, predict
 from syncline.schedule.portions import best_fractions
+from syncline.schedule.verifier import split_at_owners
 from syncline.topology import Host, Link, Rank, Switch, Topology
 
 SIZE = 64 << 20
@@ -135,6 +136,6 @@ def test_an_all_reduce_takes_an_in_tree_for_each_owner_where_links_differ_in_bot
     portions = plan_tree(topology, Collective.ALL_REDUCE, fractions=fractions)
     chosen = plan_weighted_tree(topology, Collective.ALL_REDUCE)
     assert busiest(chosen, topology) < 0.97 * busiest(portions, topology)
-    scatter, gather = split(chosen)
+    scatter, gather = split_at_owners(chosen.draft)
     assert scatter.num_steps + gather.num_steps == chosen.num_steps
     assert plan_weighted_tree(topology, Collective.ALL_REDUCE).digest == chosen.digest

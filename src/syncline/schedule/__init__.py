@@ -50,13 +50,13 @@ if TYPE_CHECKING:
     )
     from syncline.schedule.transfers import Transfer as Transfer, Transfers as Transfers
     from syncline.schedule.tree import plan_tree as plan_tree
-    from syncline.schedule.verifier import split as split, verify as verify
+    from syncline.schedule.verifier import verify as verify
     from syncline.schedule.weighted_tree import plan_weighted_tree as plan_weighted_tree
 
 _NAMES = {
     "draft": "Collective Before After Draft UNOWNED",
     "transfers": "Transfer Transfers",
-    "verifier": "verify split",
+    "verifier": "verify",
     "schedule": "Schedule Phase Send Receive",
     "layout": "Layout",
     "ownership": "Target Fractions",

@@ -153,7 +153,6 @@ def choose(
     *,
     target: Target = "balanced",
     root: int = 0,
-    with_owners: bool = False,
     slice_bytes: int = DEFAULT_SLICE_BYTES,
     cost: CostModel | None = None,
 ) -> Schedule:
@@ -162,16 +161,13 @@ def choose(
     Every planner of :data:`PLANNERS` that serves the collective draws one (rings only up to 256 ranks), and
     :func:`predict` costs them in slices of ``slice_bytes``; ``cost`` as there.
     Where nothing is known of the network (:attr:`.Topology.is_unknown`) it is the safest of those about as fast.
-    ``with_owners`` leaves out those in which some range has no owner, so that an all-reduce can be split in its
-    reduce-scatter and its all-gather.
 
     >>> topology = Topology.load("two-racks-5-3")
     >>> choose(topology, Collective.ALL_REDUCE, 64 << 20).planner
     'tree'
     """
     drafts = draft_all(topology, collective, target=target, root=root)
-    owned = [draft for draft in drafts if not with_owners or draft.has_owners]
-    return verify(best_of(owned, topology, num_bytes, slice_bytes=slice_bytes, cost=cost))
+    return verify(best_of(drafts, topology, num_bytes, slice_bytes=slice_bytes, cost=cost))
 
 
 def draft_all(topology: Topology, collective: Collective, *, target: Target, root: int) -> list[Draft]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,7 +29,7 @@ from syncline.schedule.cost import ABOUT_EQUAL, DEFAULT_SLICE_BYTES, Pair, Predi
 from syncline.schedule.draft import Collective, Draft, lowest_terms
 from syncline.schedule.in_trees import RESOLUTION, draft_with_owners, weights_of_shares
 from syncline.schedule.ownership import speaking
-from syncline.schedule.planners import check_plannable, planners_for
+from syncline.schedule.planners import check_plannable, draft_all
 from syncline.schedule.replicas import Replicas, draft_in_replicas, levels_of
 from syncline.schedule.step_candidates import BALANCED, Cap, draft_sharded_steps
 from syncline.schedule.step_flow import STEP, StepFlow, solve_step_flow
@@ -142,13 +143,9 @@ def _limits(topology: Topology, replicas: Replicas, most: Sequence[float] | None
 
 
 def _cut(topology: Topology, replicas: Replicas) -> Iterator[Pair]:
-    for planner in planners_for(topology):
-        if planner.serves(topology, Collective.ALL_REDUCE):
-            try:
-                draft = planner.draft(topology, Collective.ALL_REDUCE, target="balanced", root=0)
-                yield draft_in_replicas(draft, replicas)
-            except ScheduleError:  # some cannot be cut there, or anywhere
-                continue
+    for draft in draft_all(topology, Collective.ALL_REDUCE, target="balanced", root=0):
+        with suppress(ScheduleError):  # some cannot be cut there, or anywhere
+            yield draft_in_replicas(draft, replicas)
 
 
 def _drawn(topology: Topology, num_bytes: int, replicas: Replicas, limits: Sequence[float]) -> Iterator[Pair]:
@@ -211,11 +208,7 @@ def _collapsed(topology: Topology, replicas: Replicas) -> Topology:
 
 
 def _all_reduce_of(topology: Topology, num_bytes: int) -> Draft:
-    drafts = [
-        planner.draft(topology, Collective.ALL_REDUCE, target="balanced", root=0)
-        for planner in planners_for(topology)
-        if planner.serves(topology, Collective.ALL_REDUCE)
-    ]
+    drafts = draft_all(topology, Collective.ALL_REDUCE, target="balanced", root=0)
     owned = [draft for draft in drafts if draft.has_owners]
     return min(owned, key=lambda draft: predict(draft, topology, num_bytes).time_s)
 

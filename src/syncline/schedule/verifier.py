@@ -154,22 +154,6 @@ def _clash(draft: Draft, copy: int, other: int) -> ScheduleError:
     )
 
 
-def split(schedule: Schedule) -> tuple[Schedule, Schedule]:
-    """Split an all-reduce into its reduce-scatter and its all-gather, with the same cuts and owners.
-
-    Raises :class:`~syncline.errors.ScheduleError` for other collectives, and where atoms have no owner.
-
-    >>> [half.num_steps for half in split(plan_ring(Topology.flat(4), Collective.ALL_REDUCE))]
-    [3, 3]
-    """
-    halves = split_at_owners(schedule.draft)
-    if halves is None:
-        raise ScheduleError(
-            f"only an all_reduce with owners can be split, not {schedule!r}; plan the two collectives one by one"
-        )
-    return verify(halves[0]), verify(halves[1])
-
-
 def split_at_owners(draft: Draft) -> tuple[Draft, Draft] | None:
     """Return an all-reduce as what adds and what is sent back after that, or None where it is not of that form."""
     rows = draft.transfers
