@@ -318,9 +318,6 @@ class PeerStalls(Protocol):
     def stalled(self) -> frozenset[int]:
         """The ranks that are stalled."""
 
-    def progress_of(self, peer: int) -> int:
-        """Return the calls that the training thread of ``peer`` had begun at its last heartbeat."""
-
     def still_s(self, peer: int) -> float:
         """Return for how many seconds ``peer`` has neither begun a call nor waited in one, as far as is known here."""
 
@@ -348,10 +345,6 @@ class Stalls:
     def stalled(self) -> frozenset[int]:
         """The ranks that are stalled."""
         return self._stalled
-
-    def progress_of(self, peer: int) -> int:
-        """Return the calls that the training thread of ``peer`` had begun at its last heartbeat."""
-        return self._values.get(peer, 0) >> 1
 
     def still_s(self, peer: int) -> float:
         """Return for how long ``peer`` has neither begun a call nor waited in one."""
@@ -397,10 +390,6 @@ class MemberStalls:
     def stalled(self) -> frozenset[int]:
         """The members that are stalled."""
         return frozenset(place for place, rank in enumerate(self._members) if rank in self._stalls.stalled)
-
-    def progress_of(self, peer: int) -> int:
-        """Return how many calls a member has begun, in all of the job."""
-        return self._stalls.progress_of(self._members[peer])
 
     def still_s(self, peer: int) -> float:
         """Return how long a member has been still."""

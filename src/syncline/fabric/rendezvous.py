@@ -168,7 +168,6 @@ class Rendezvous:
         store: Store,
         *,
         job_id: str,
-        token: Callable[[int], str] = secrets.token_hex,
         pause: Callable[[float], object] = time.sleep,
         now_s: Callable[[], float] = time.monotonic,
         awaited: Callable[[Sequence[str]], Sequence[str]] = lambda _: (),
@@ -179,7 +178,6 @@ class Rendezvous:
         self._hint = hint
         self._trouble = trouble
         self._records = StoreRecords(store, job_id=job_id)
-        self._token = token
         self._pause = pause
         self._now_s = now_s
         self._attempt: _Attempt | None = None
@@ -241,7 +239,7 @@ class Rendezvous:
         attempt = _Attempt(
             member=member,
             world_size=world_size,
-            nonce=self._token(NONCE_BYTES),
+            nonce=secrets.token_hex(NONCE_BYTES),
             deadline_s=self._now_s() + timeout_s + (0.0 if member.rank == 0 else LINGER_S),  # rank 0 tells them why
             stop=stop or threading.Event(),
         )
@@ -350,8 +348,8 @@ class Rendezvous:
 
     def _publish(self, attempt: _Attempt) -> None:
         """Write the parts of a new record under its own name, then the record that points to them."""
-        attempt.epoch = int(self._token(8), 16) or 1
-        attempt.job_nonce = self._token(32)
+        attempt.epoch = secrets.randbits(64) or 1
+        attempt.job_nonce = secrets.token_hex(32)
         parts = _pack([{**_member_to_json(hello.member), "nonce": hello.nonce} for hello in attempt.sorted_hellos()])
         for place, part in enumerate(parts):
             self._records.set(f"record/{attempt.epoch}/{place}", part)

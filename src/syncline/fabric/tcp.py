@@ -90,7 +90,7 @@ class TcpFabric:
             for peer, host in enumerate(self._hosts)
             if peer != rank
         }
-        self._mesh: Mesh | None = None
+        self._mesh: Mesh
         self._listener_slot = ListenerSlot()
         self._lost: dict[int, PeerLostError] = {}
         self._news = News()
@@ -157,13 +157,11 @@ class TcpFabric:
     async def open_classes(self, priorities: Priorities, *, timeout_s: float, only_check: bool = False) -> None:
         """Open further connections to every peer (see the protocol)."""
         self._check_open()
-        if self._mesh is not None:
-            await self._mesh.open_classes(priorities, timeout_s=timeout_s, only_check=only_check)
+        await self._mesh.open_classes(priorities, timeout_s=timeout_s, only_check=only_check)
 
     async def use_one_class(self) -> None:
         """Go back to the sizes of one class (see the protocol)."""
-        if self._mesh is not None:
-            self._mesh.use_one_class()
+        self._mesh.use_one_class()
 
     def is_lost(self, peer: int) -> bool:
         """Whether ``peer`` was reported lost."""
@@ -187,7 +185,7 @@ class TcpFabric:
             unexpected_bytes=sum(one.unexpected_bytes for one in of_peers),
             pending_receives=sum(one.pending_receives for one in of_peers),
             dropped_messages=sum(one.dropped_messages for one in of_peers),
-            refused_connections=self._mesh.acceptor.num_refused if self._mesh else 0,
+            refused_connections=self._mesh.acceptor.num_refused,
             lost_peers=tuple(sorted(self._lost)),
             suspect_peers=tuple(sorted(self._liveness.suspects)),
         )
@@ -205,8 +203,7 @@ class TcpFabric:
                 for peer in self._living():
                     peer.transport.end()
                 await self._wait_until(lambda: not self._living())
-                if self._mesh is not None:
-                    await self._mesh.reach.drain()
+                await self._mesh.reach.drain()
         for peer in self._living():
             # Only those whose deadline passed: what was sent to them was not received, or they did not answer.
             reason = f"closed its fabric after waiting {self._options.close_s:.1f} s for this rank to receive"
@@ -225,7 +222,7 @@ class TcpFabric:
         self._transport_set.resize(**sizes)
 
     def use_mesh(self, mesh: Mesh) -> None:
-        """Own ``mesh`` and close its acceptor in the end."""
+        """Own ``mesh``, of which this is the fabric, and close its acceptor in the end."""
         self._mesh = mesh
 
     def peer(self, rank: int) -> Peer:
@@ -381,8 +378,6 @@ class TcpFabric:
             peer.close()
         self._transport_set.close()
         self._changed.set()
-        if self._mesh is None:
-            return []
         self._mesh.reach.close()
         return self._mesh.acceptor.close()
 
