@@ -33,8 +33,7 @@ class CompletionThreads:
     rounds of PowerSGD do. So what is asked for in a job is done by the next thread, which is started when first needed.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._starting = threading.Lock()
         self._threads: list[WorkerThread] = []
         self._is_closed = False
@@ -44,7 +43,7 @@ class CompletionThreads:
         depth: int = getattr(_here, "depth", 0)
         with self._starting:
             while not self._is_closed and len(self._threads) <= depth:
-                name = f"{self._name}-{len(self._threads)}"
+                name = f"syncline-futures-{len(self._threads)}"
                 self._threads.append(WorkerThread(name, on_failure=_report))
             thread = None if self._is_closed else self._threads[depth]
         if thread is None:

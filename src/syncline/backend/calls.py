@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from syncline.backend.call_work import CallWork
 from syncline.backend.group_state import GroupState
-from syncline.backend.signatures import takes_torch_names
+from syncline.backend.signatures import CALLS, takes_torch_names
 from syncline.errors import ConfigurationError
 from syncline.runtime.call import BasicSettings
 from syncline.tensors.collectives import BARRIER, TensorCollectives
@@ -25,35 +25,6 @@ from syncline.tensors.work import OVER, TensorWork
 from syncline.updates.private_torch import uncompiled
 
 Tensors = Sequence[torch.Tensor]
-_NUM_DATA = {
-    "allreduce": 1,
-    "allreduce_coalesced": 1,
-    "broadcast": 1,
-    "reduce": 1,
-    "allgather": 2,
-    "allgather_coalesced": 2,
-    "all_gather_single": 2,
-    "_allgather_base": 2,
-    "all_gather_single_coalesced": 2,
-    "allgather_into_tensor_coalesced": 2,
-    "gather": 2,
-    "scatter": 2,
-    "reduce_scatter": 2,
-    "reduce_scatter_single": 2,
-    "_reduce_scatter_base": 2,
-    "reduce_scatter_single_coalesced": 2,
-    "reduce_scatter_tensor_coalesced": 2,
-    "alltoall": 2,
-    "all_to_all_single": 4,
-    "alltoall_base": 4,
-    "barrier": 0,
-    "send": 3,
-    "recv": 3,
-    "recv_anysource": 2,
-    "_start_coalescing": 1,
-    "_end_coalescing": 1,
-}
-"""How many parameters of a call are no settings."""
 _CALLED_FROM_CPP = (
     "allreduce",
     "allreduce_coalesced",
@@ -308,8 +279,8 @@ class GroupCalls:
     _set_default_timeout = set_timeout
 
 
-for _name, _number in _NUM_DATA.items():
-    setattr(GroupCalls, _name, takes_torch_names(_name, getattr(GroupCalls, _name), _number))
+for _name in (*CALLS, "_start_coalescing", "_end_coalescing"):
+    setattr(GroupCalls, _name, takes_torch_names(_name, getattr(GroupCalls, _name)))
 
 
 for _name in _CALLED_FROM_CPP:

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from syncline.backend.call_work import CallWork, CompletionThreads
 from syncline.backend.coded_reductions import CODING_GROUPS, CodedReductions
 from syncline.backend.group_streams import GroupStreams
-from syncline.backend.hierarchical import HierarchicalCollectives, Layers, LayerSource
+from syncline.backend.hierarchical import HierarchicalCollectives, Layers, open_layers
 from syncline.backend.inner_groups import InnerBackend, NcclBackend
 from syncline.backend.point_to_point import PointToPoint, Receive
 from syncline.fabric.progress import ELSEWHERE, STEP
@@ -93,7 +93,7 @@ class GroupState:
         self.scratch: ScratchPool = ScratchPool() if world is None else world.scratch
         """Shared by all groups of a world: each would keep as much as its largest call took."""
         self.collectives = TensorCollectives(communicator, self.scratch, staged=staged)
-        self.completions = CompletionThreads("syncline-futures")
+        self.completions = CompletionThreads()
         self.uses_shared_memory = uses_shared_memory
         """Whether groups of ranks of one machine may make small calls in memory that they share."""
         self.timeout_s = timeout_s
@@ -137,14 +137,15 @@ class GroupState:
         world, streams = self.world.communicator, self.world.streams
         if streams is None or self.communicator.world_size == 1:
             return None
-        source = LayerSource(
+        return open_layers(
+            device,
             group=self.communicator,
             world=world,
             streams=streams,
             copier=self._staging.copier,
             backend=self._inner,
+            timeout_s=self.timeout_s,
         )
-        return source.open(device, timeout_s=self.timeout_s)
 
     def compress(self, wish: Compress) -> None:
         """Let large sums of float32 cross slow links in codes from now on, or no more; every rank calls it alike."""

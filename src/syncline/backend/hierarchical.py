@@ -123,58 +123,58 @@ class Layers:
             self.staging.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSource:
-    """What layers of the ``group`` are opened from: the ``world`` whose connections and streams they use."""
+def open_layers(
+    device: torch.device,
+    *,
+    group: Communicator,
+    world: Communicator,
+    streams: GroupStreams,
+    copier: DeviceCopier,
+    backend: InnerBackend,
+    timeout_s: float,
+) -> Layers | None:
+    """Open layers if all ranks of the group can use them, which all of them ask at once; else return None.
 
-    group: Communicator
-    world: Communicator
-    streams: GroupStreams
-    copier: DeviceCopier
-    backend: InnerBackend
+    They use the connections and the ``streams`` of the ``world``.
+    """
 
-    def open(self, device: torch.device, *, timeout_s: float) -> Layers | None:
-        """Open layers if all ranks of the group can use them, which all of them ask at once; else return None."""
-        hosts = divide_by_hosts(exchange_places(self.group, self.backend.find_place(device), timeout_s=timeout_s))
-        if not hosts:
-            return None
-        ranks = next(ranks for ranks in hosts if self.group.rank in ranks)
-        place = ranks.index(self.group.rank)
-        with ExitStack() as opened:
-            host, streams = self._open_part(ranks, "host", timeout_s)
-            opened.callback(host.abort)
-            across = staging = staged = None
-            if len(hosts) > 1:
-                across, outer = self._open_part([one[place] for one in hosts], "across", timeout_s)
-                opened.callback(across.abort)
-                staging = Staging(across, self.copier)
-                staged = StagedCollectives(across, staging, stream=outer[-2])
-            scattering, gathering = (
-                self.backend.open(
-                    self.streams.open_store(streams, name), rank=place, size=len(ranks), timeout_s=timeout_s
-                )
-                for name in ("scattering", "gathering")
-            )
-            opened.pop_all()
-        return Layers(
-            device=device,
-            host=host,
-            across=across,
-            staging=staging,
-            staged=staged,
-            scattering=scattering,
-            gathering=gathering,
-        )
-
-    def _open_part(self, ranks: Sequence[int], kind: str, timeout_s: float) -> tuple[Communicator, range]:
+    def open_part(ranks: Sequence[int], kind: str) -> tuple[Communicator, range]:
         """Open a communicator of some of the group's ranks, which no ``new_group()`` of the same ranks is taken for."""
-        members = [self.group.members[rank] for rank in ranks]
-        own = self.world
-        purpose = f"{kind} of {self.group.user_stream} "
-        streams = self.streams.take(members, rank=own.rank, timeout_s=timeout_s, is_lost=own.is_lost, purpose=purpose)
-        part = own.open_group(members, streams=streams)
+        members = [group.members[rank] for rank in ranks]
+        purpose = f"{kind} of {group.user_stream} "
+        taken = streams.take(members, rank=world.rank, timeout_s=timeout_s, is_lost=world.is_lost, purpose=purpose)
+        part = world.open_group(members, streams=taken)
         part.timeout_s = timeout_s
-        return part, streams
+        return part, taken
+
+    hosts = divide_by_hosts(exchange_places(group, backend.find_place(device), timeout_s=timeout_s))
+    if not hosts:
+        return None
+    ranks = next(ranks for ranks in hosts if group.rank in ranks)
+    place = ranks.index(group.rank)
+    with ExitStack() as opened:
+        host, inner = open_part(ranks, "host")
+        opened.callback(host.abort)
+        across = staging = staged = None
+        if len(hosts) > 1:
+            across, outer = open_part([one[place] for one in hosts], "across")
+            opened.callback(across.abort)
+            staging = Staging(across, copier)
+            staged = StagedCollectives(across, staging, stream=outer[-2])
+        scattering, gathering = (
+            backend.open(streams.open_store(inner, name), rank=place, size=len(ranks), timeout_s=timeout_s)
+            for name in ("scattering", "gathering")
+        )
+        opened.pop_all()
+    return Layers(
+        device=device,
+        host=host,
+        across=across,
+        staging=staging,
+        staged=staged,
+        scattering=scattering,
+        gathering=gathering,
+    )
 
 
 def exchange_places(group: Communicator, own: DevicePlace, *, timeout_s: float) -> list[DevicePlace]:

@@ -41,9 +41,10 @@ def overloads_of(name: str) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(re.findall(r", (\w+): ", head)) for head in heads)
 
 
-def takes_torch_names(name: str, method: Callable[..., Any], num_data: int) -> Callable[..., Any]:
-    """Let ``method`` be called as each overload of ``name``; its first ``num_data`` parameters are no settings."""
+def takes_torch_names(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``method`` be called as each overload of ``name``."""
     overloads = overloads_of(name)
+    num_data = len(inspect.signature(method).parameters.keys() - {"self", *_OPTIONS})
     traced = traces(name, method)
     recorded = records(name, traced)
 
@@ -106,7 +107,7 @@ _SCATTER_COALESCED = _shown("reduce_scatter_tensor_coalesced_", 6, "reduce_scatt
 _EXCHANGE = _shown("alltoall_base_", 7, "all_to_all", 1, 2)
 
 
-_CALLS = {
+CALLS = {
     "allreduce": _shown("allreduce_", 6, "all_reduce"),
     "allreduce_coalesced": _shown("allreduce_coalesced_", 5, "all_reduce"),
     "broadcast": _shown("broadcast_", 6, "broadcast"),
@@ -132,6 +133,7 @@ _CALLS = {
     "recv": _shown("recv_", 4, "recv"),
     "recv_anysource": _shown("recv_any_source_", 3, "recvAnySource"),
 }
+"""Of a group, and how they are shown."""
 
 
 def records(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,7 +141,7 @@ def records(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
     A call that its caller waits for at once is over in its range; of others that shows the beginning.
     """
-    shown = _CALLS.get(name)
+    shown = CALLS.get(name)
     if shown is None:
         return method
 
@@ -175,7 +177,7 @@ def _note_pass(progress: Progress) -> None:
 
 def traces(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Return what does ``method``, and writes a span into the trace when it is over."""
-    shown = _CALLS.get(name)
+    shown = CALLS.get(name)
     if shown is None:
         return method
 
