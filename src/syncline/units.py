@@ -90,6 +90,11 @@ def format_frequency(hertz: float) -> str:
     return _format(hertz, _FREQUENCIES)
 
 
+def counted(number: int, noun: str) -> str:
+    """Spell a number of things: ``"1 rank"``, ``"4,096 ranks"``."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def _parse(text: object, noun: str, units: Mapping[str, Fraction], example: str) -> Fraction:
     if not isinstance(text, str):
         raise UnitError(f"{text!r} is not a {noun}; write a number and its unit, such as {example!r}")

@@ -34,7 +34,7 @@ from syncline.report.explanation import (
 from syncline.report.job_trace import JobTrace, RankTrace, Span, read_job_trace
 from syncline.report.terminal import format_rates, network_links
 from syncline.topology import DirectedLink
-from syncline.units import format_duration, format_size
+from syncline.units import counted, format_duration, format_size
 
 WIDTH, LEFT = 1000, 110
 """Of a picture; where the time begins in a timeline."""
@@ -119,7 +119,7 @@ def _head(explanation: Explanation, title: str) -> str:
     network = f" on {job.topology.name or 'a network without a name'}" if job.topology else ""
     num_steps = len(job.step_ends_s)
     facts = (
-        f"{_count(len(job.ranks), 'rank')}{network}, {_count(num_steps, 'step')}"
+        f"{counted(len(job.ranks), 'rank')}{network}, {counted(num_steps, 'step')}"
         f"{f', {format_duration(job.end_s)} in all' if job.ranks else ''}"
     )
     return f'<header><h1>{escape(title)}</h1><p class="faint">{escape(facts)}</p></header>'
@@ -149,10 +149,6 @@ def _table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]], *,
 
 def _n(is_number: bool) -> str:
     return ' class="n"' if is_number else ""
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _time(explanation: Explanation) -> str:
@@ -348,7 +344,7 @@ def _course(explanation: Explanation) -> str:
             for each in zip(*losses, strict=False)
         ]
         if len(mean) > 1:
-            curves.append(_curve(f"Loss, mean of {_count(len(losses), 'rank')}", mean, "seconds", "{:.4g}".format))
+            curves.append(_curve(f"Loss, mean of {counted(len(losses), 'rank')}", mean, "seconds", "{:.4g}".format))
     return _section("Course of the job", *curves) if curves else ""
 
 

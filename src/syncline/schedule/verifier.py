@@ -27,6 +27,7 @@ from syncline.schedule.outline import Outline
 from syncline.schedule.replay import Suspect, Words, draw_words, find_suspect, scramble
 from syncline.schedule.schedule import Schedule, prove
 from syncline.schedule.transfers import IntArray, Transfer
+from syncline.units import counted
 
 
 @checked
@@ -313,11 +314,7 @@ def _describe_counts(draft: Draft, suspect: Suspect, held: Counter[int]) -> str:
         due = Counter({source: 1})
     wrong = [rank for rank in range(draft.num_ranks) if held[rank] != due[rank]]
     named = ", ".join(
-        f"rank {rank} is counted {_times(held[rank])} instead of {due[rank]}" for rank in wrong[:_MAX_NAMED]
+        f"rank {rank} is counted {counted(held[rank], 'time')} instead of {due[rank]}" for rank in wrong[:_MAX_NAMED]
     )
     more = f" and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
     return named + more
-
-
-def _times(count: int) -> str:
-    return f"{count} time" if count == 1 else f"{count} times"

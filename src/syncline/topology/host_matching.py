@@ -18,6 +18,7 @@ from itertools import count, product
 
 from syncline.errors import TopologyError, name_ranks
 from syncline.topology.tree import Host, Link, Rank, Switch, check_name
+from syncline.units import counted
 
 MAX_HOSTS_SHOWN = 16
 UNKNOWN_NETWORK = "unknown-network"
@@ -101,18 +102,14 @@ def _describe_problems(found: Mapping[str, Sequence[Host]], ranks_on: Mapping[st
     ]
     for name, candidates in found.items():
         if len(candidates) == 1 and len(ranks_on[name]) != len(candidates[0].ranks):
-            num_there, num_here = len(candidates[0].ranks), len(ranks_on[name])
-            problems.append(f"{name!r} has {_count(num_there)} in the topology and {_count(num_here)} in the job")
+            there, here = (counted(len(ranks), "rank") for ranks in (candidates[0].ranks, ranks_on[name]))
+            problems.append(f"{name!r} has {there} in the topology and {here} in the job")
     return problems
 
 
 def _show(ranks_on: Mapping[str, Sequence[int]]) -> str:
     shown = [f"{name} ({name_ranks(ranks)})" for name, ranks in list(ranks_on.items())[:MAX_HOSTS_SHOWN]]
     return ", ".join(shown) + (", ..." if len(ranks_on) > len(shown) else "")
-
-
-def _count(number: int) -> str:
-    return "1 rank" if number == 1 else f"{number} ranks"
 
 
 def _plain_names(names: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ import yaml
 
 from syncline.priorities.settings import Priorities
 from syncline.topology.tree import Host, Link, Node, Rank, Socket, Switch, walk
-from syncline.units import format_duration, format_rate, format_size
+from syncline.units import counted, format_duration, format_rate, format_size
 
 _INDENT = "  "
 
@@ -18,10 +18,9 @@ def render_topology(name: str, root: Node) -> str:
     """Draw one node a line; the ranks of a host or socket stand on its own line where their links do not limit."""
     nodes = list(walk(root))
     num_hosts, num_ranks = (sum(isinstance(node, kind) for node in nodes) for kind in (Host, Rank))
-    ranks, hosts = ("rank" if num_ranks == 1 else "ranks"), ("host" if num_hosts == 1 else "hosts")
     rows = [(root.name, _note(root)), *_rows(root, "")]
     width = max(len(branch) for branch, _ in rows) + 2
-    lines = [f"{name}: {num_ranks} {ranks} on {num_hosts} {hosts}"]
+    lines = [f"{name}: {counted(num_ranks, 'rank')} on {counted(num_hosts, 'host')}"]
     lines += [f"{branch.ljust(width)}{note}".rstrip() for branch, note in rows]
     return "\n".join(lines)
 

@@ -15,6 +15,7 @@ from syncline.errors import TopologyError
 from syncline.priorities.settings import Priorities
 from syncline.topology.host_matching import UNKNOWN_NETWORK, flat_root, match_ranks
 from syncline.topology.tree import DirectedLink, Host, Link, Node, Rank, Switch, walk, with_children
+from syncline.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,10 +286,7 @@ class Topology:
             raise TopologyError(
                 f"{self._label()}: an order names each of the ranks 0 to {self.num_ranks - 1} once, not {list(order)!r}"
             )
-        number = {old: new for new, old in enumerate(order)}
-        root = _renumber(self.root, number)
-        assert isinstance(root, Switch | Host)
-        return Topology(name=self.name, root=root, source=self.source, lines=self.lines, priorities=self.priorities)
+        return self.restricted(order)
 
     @checked
     def matched(self, hosts: Sequence[str]) -> Topology:
@@ -330,7 +328,7 @@ class Topology:
         if world_size < self.num_ranks and (line := self.lines.get(self.host_of(max(world_size, 0)).name)):
             where += f" line {line} (host {self.host_of(max(world_size, 0)).name}, rank {max(world_size, 0)})"
         raise TopologyError(
-            f"{where}: the topology has {_count(self.num_ranks, 'rank')} but the job has {world_size}; start "
+            f"{where}: the topology has {counted(self.num_ranks, 'rank')} but the job has {world_size}; start "
             f"{self.num_ranks}, or give a topology of {world_size}"
         )
 
@@ -386,12 +384,6 @@ def _tabulate(
     )
 
 
-def _renumber(node: Node, number: Mapping[int, int]) -> Node:
-    if isinstance(node, Rank):
-        return replace(node, rank=number[node.rank])
-    return with_children(node, tuple(_renumber(child, number) for child in node.children))
-
-
 def _restrict(node: Node, number: Mapping[int, int]) -> Node | None:
     """Return what is left of a node; None if nothing is."""
     if isinstance(node, Rank):
@@ -420,7 +412,3 @@ def _canonical(node: Node) -> tuple[object, ...]:
     told = (node.memory_bytes, node.gateway) if isinstance(node, Host) else (None, "every")
     more = () if told == (None, "every") else told  # so that other trees keep their digests
     return (type(node).__name__, node.name, link, features, tuple(_canonical(child) for child in node.children), *more)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
