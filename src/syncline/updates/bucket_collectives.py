@@ -44,39 +44,32 @@ class Crossing(Protocol):
         """Take that from one."""
 
 
-class LoadedCalls:
-    """Begins calls once what they move has come from a device, while the thread that asks for them goes on.
+def begin_when_loaded(
+    thread: WorkerThread, communicator: Communicator, copy: HostCopy, start: Callable[[], Work], label: str
+) -> Work:
+    """Return the work of a call that ``start`` begins when ``copy`` has what was loaded last from a device.
 
     ``thread`` waits for the copies, in the order in which they were queued, which is that in which they are done.
     """
+    port = communicator.open_port("calls on a device's values")  # for its works; no message goes through it
+    work, trace = port.work(label, timeout_s=communicator.timeout_s), communicator.trace
+    start_ns = trace.now_ns()
 
-    def __init__(self, thread: WorkerThread) -> None:
-        self._thread = thread
-
-    def begin(self, communicator: Communicator, copy: HostCopy, start: Callable[[], Work], label: str) -> Work:
-        """Return the work of a call that ``start`` begins when ``copy`` has what was loaded last."""
-        port = communicator.open_port("calls on a device's values")  # for its works; no message goes through it
-        work, trace = port.work(label, timeout_s=communicator.timeout_s), communicator.trace
-        start_ns = trace.now_ns()
-
-        def end(error: BaseException | None) -> None:
+    def begin() -> None:
+        try:
+            copy.wait()
+            trace.span(f"for {label}", "from device", start_ns, trace.now_ns())
+            call = start()
+        except Exception as error:
             try:
                 port.call_soon(work.finish, error)
             except FabricError:  # the loop is gone
                 work.finish(error)
+        else:
+            call.add_done_callback(lambda call: work.finish(call.exception()))
 
-        def begin() -> None:
-            try:
-                copy.wait()
-                trace.span(f"for {label}", "from device", start_ns, trace.now_ns())
-                call = start()
-            except Exception as error:
-                end(error)
-            else:
-                call.add_done_callback(lambda call: work.finish(call.exception()))
-
-        self._thread.submit(0, (), begin)
-        return work
+    thread.submit(0, (), begin)
+    return work
 
 
 class BucketCollectives:
@@ -96,7 +89,6 @@ class BucketCollectives:
         self.crossing: Crossing | None = None
         self.thread = WorkerThread("syncline-calls", on_failure=lambda _: None)  # works tell of failures
         """Begins calls once what they need is there, in place of the training thread."""
-        self._loaded_calls = LoadedCalls(self.thread)
         self.control = control
         self.classes = (connection_class,) * len(bucket_schedules)
         """The connection class of each bucket, for pushes and pulls alike."""
@@ -200,7 +192,7 @@ class BucketCollectives:
             label=label,
             step=step,
         )
-        return start() if copy is None else self._loaded_calls.begin(self.communicator, copy, start, label)
+        return start() if copy is None else begin_when_loaded(self.thread, self.communicator, copy, start, label)
 
     def close(self) -> None:
         """Give up what crosses slow links, and begin no more calls."""

@@ -13,7 +13,7 @@ in no norm and in no checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from syncline.schedule.layout import joined_ranges
 from syncline.updates.bucket import Bucket, Slot
 from syncline.updates.bucket_schedule import Ranges
 from syncline.updates.inner import make_inner, step_without_hooks
@@ -59,15 +60,8 @@ def segments_of(slots: Sequence[Slot], owned: Ranges, *, is_spare: bool = False)
     )
 
 
-def merged(segments: Sequence[Segment]) -> Ranges:
-    """Join segments that touch."""
-    ranges: list[tuple[int, int]] = []
-    for segment in segments:
-        if ranges and ranges[-1][1] == segment.start:
-            ranges[-1] = (ranges[-1][0], segment.stop)
-        else:
-            ranges.append((segment.start, segment.stop))
-    return tuple(ranges)
+def _ranges_of(segments: Iterable[Segment]) -> list[tuple[int, int]]:
+    return joined_ranges((segment.start, segment.stop) for segment in segments)
 
 
 class ShardView:
@@ -81,7 +75,7 @@ class ShardView:
         self.segments = tuple(segments)
         self._bucket = bucket
         self._shaped = shaped
-        self._ranges = merged(segments)
+        self._ranges = _ranges_of(segments)
         self.is_view = len(self._ranges) == 1
         flat = bucket.stepped
         memory = self._pick(flat) if self.is_view else torch.empty_like(flat[: self.num_elements])
@@ -193,7 +187,7 @@ class Shard:
         """Multiply the owned gradients by their parameter's factor (by position), in place."""
         for factor, run in groupby(self.segments, key=lambda segment: factors[segment.slot.position]):
             if factor != 1.0:
-                for start, stop in merged(tuple(run)):
+                for start, stop in _ranges_of(run):
                     self._bucket.gradients[start:stop].mul_(factor)
 
     def step(self, options: Mapping[str, Any], present: Sequence[bool], *, may_undo: bool = False) -> None:
@@ -210,7 +204,7 @@ class Shard:
             self._before_step = deepcopy(([self._inner.state.get(view.tensor, {}) for view in self._views], group))
         with torch.no_grad():
             if self._bucket.stepped is not self._bucket.parameters:
-                for start, stop in merged(self.segments):
+                for start, stop in _ranges_of(self.segments):
                     self._bucket.stepped[start:stop].copy_(self._bucket.parameters[start:stop])
             for view in active:
                 view.load()
