@@ -49,7 +49,7 @@ from syncline.tensors.device_copies import CopyKind, DeviceCopier, Mark
 from syncline.tensors.memory import dtype_name, put_back
 from syncline.tensors.reductions import TensorReduction
 from syncline.tensors.staging import StagedCollectives, Staging, flat_memory_of
-from syncline.tensors.work import TensorWork
+from syncline.tensors.work import TensorWork, end_work
 
 OPERATIONS: MappingProxyType[str, InnerOperation] = MappingProxyType(
     {"sum": "sum", "avg": "sum", "premul_sum": "sum", "max": "max", "min": "min", "product": "product"}
@@ -225,6 +225,7 @@ class HierarchicalCollectives:
         self._port = group.open_port("collectives in layers")  # for its works; no message goes through it
         self._lock = threading.Lock()
         self._under_way: set[HierarchicalWork] = set()
+        self._end = partial(end_work, self._port, self._under_way, self._lock)
         self._failure: BaseException | None = None
         self._has_failed = threading.Event()
         self._scattering = WorkerThread("syncline-scattering", on_failure=self._broke)
@@ -375,21 +376,6 @@ class HierarchicalCollectives:
                     communicator.give_up(str(error))
         for work in under_way:
             self._end(work, error)
-
-    def _end(self, work: HierarchicalWork, error: BaseException | None) -> None:
-        """End a work, on the loop's thread as long as there is one."""
-
-        def finish() -> None:
-            with self._lock:
-                is_first = work in self._under_way
-                self._under_way.discard(work)
-            if is_first:
-                work.works[0].finish(error)
-
-        try:
-            self._port.call_soon(finish)
-        except FabricError:
-            finish()
 
     def _describe_host(self) -> str:
         host = self._layers.host if self._layers is not None else self._group

@@ -30,7 +30,7 @@ from syncline.schedule import Collective, Layout, Schedule
 from syncline.tensors.device_copies import CopyKind, CopyRange, DeviceCopier, Mark
 from syncline.tensors.memory import bytes_of, dtype_name, touches
 from syncline.tensors.reductions import TensorReduction
-from syncline.tensors.work import TensorWork
+from syncline.tensors.work import TensorWork, end_work
 
 BLOCK_BYTES = 4 << 20
 """Of a chunk, at most: some 0.2 ms on PCIe and 3 ms at 10 Gb/s, long against the cost of a call and short against the
@@ -143,6 +143,7 @@ class Staging:
         self._num_blocks = 0
         self._to_load: deque[tuple[StagedWork, CallPart]] = deque()
         self._under_way: set[StagedWork] = set()
+        self._end = partial(end_work, self._port, self._under_way, self._lock)
         self._failure: BaseException | None = None
         self._loading = WorkerThread("syncline-to-host", on_failure=self._fail)
         self._storing = WorkerThread("syncline-to-device", on_failure=self._fail)
@@ -240,21 +241,6 @@ class Staging:
             under_way = tuple(self._under_way)
         for staged in under_way:
             self._end(staged, error)
-
-    def _end(self, staged: StagedWork, error: BaseException | None) -> None:
-        """End a work, on the loop's thread as long as there is one."""
-
-        def finish() -> None:
-            with self._lock:
-                is_first = staged in self._under_way
-                self._under_way.discard(staged)
-            if is_first:
-                staged.works[0].finish(error)
-
-        try:
-            self._port.call_soon(finish)
-        except FabricError:
-            finish()
 
 
 class StagedCollectives:
