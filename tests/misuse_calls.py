@@ -276,10 +276,7 @@ CALLS: dict[str, Callable[[World], Right]] = {
     "syncline.topology.Link.bytes_per_s": lambda world: (LINK.bytes_per_s, {"direction": "up"}),
     # schedules
     "syncline.schedule.plan_tree": planned("plan_tree"),
-    "syncline.schedule.plan_weighted_tree": planned("plan_weighted_tree", collective=Collective.ALL_REDUCE),
-    "syncline.schedule.plan_ring": planned("plan_ring", collective=Collective.ALL_REDUCE),
-    "syncline.schedule.plan_recursive_doubling": planned("plan_recursive_doubling", collective=Collective.ALL_REDUCE),
-    "syncline.schedule.plan_binomial": planned("plan_binomial"),
+    "syncline.schedule.Planner.plan": lambda world: (syncline.schedule.PLANNERS["tree"].plan, PLANNED),
     "syncline.schedule.choose": planned("choose", num_bytes=1000),
     "syncline.schedule.lower_bound": planned("lower_bound", num_bytes=1000),
     "syncline.schedule.with_gateways_chosen": lambda world: (

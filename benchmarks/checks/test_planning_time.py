@@ -9,8 +9,10 @@ from collections.abc import Callable
 import pytest
 from schedule_trees import balanced_tree, star
 
-from syncline.schedule import Collective, choose, plan_sharded_step, plan_tree, plan_weighted_tree
+from syncline.schedule import PLANNERS, Collective, choose, plan_sharded_step, plan_tree
 from syncline.topology import Topology
+
+plan_weighted_tree = PLANNERS["weighted_tree"].plan
 
 Say = Callable[[str], None]
 SIDES = random.Random(3)

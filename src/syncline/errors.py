@@ -76,10 +76,10 @@ class ScheduleError(SynclineError):
 
     Also raised by a planner that does not know the collective.
 
-    >>> from syncline.schedule import Collective, plan_binomial
-    >>> plan_binomial(syncline.Topology.flat(2), Collective.ALL_REDUCE)
+    >>> from syncline.schedule import PLANNERS, Collective
+    >>> PLANNERS["binomial"].plan(syncline.Topology.flat(2), Collective.ALL_REDUCE)
     Traceback (most recent call last):
-    syncline.errors.ScheduleError: binomial plans broadcasts, not all_reduce; take plan_recursive_doubling, or plan_tree
+    syncline.errors.ScheduleError: planner 'binomial' plans broadcast, not all_reduce; take another planner
     """
 
 

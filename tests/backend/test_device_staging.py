@@ -24,7 +24,7 @@ from syncline.errors import (
     SynclineError,
 )
 from syncline.fabric.slice_executor import NUM_STREAMS
-from syncline.schedule import Collective, Schedule, plan_ring
+from syncline.schedule import PLANNERS, Collective, Schedule
 from syncline.tensors import staging
 from syncline.tensors.collectives import TensorCollectives
 from syncline.tensors.device_copies import CopyKind
@@ -75,7 +75,7 @@ def many(rank: int, num: int, dtype: torch.dtype) -> torch.Tensor:
 
 def ring(topology: Topology, collective: Collective, _: int, target: Any, root: int) -> Schedule:
     """Sums begin at another rank for each fifth of a slice, so bits tell which way an element took."""
-    return plan_ring(topology, collective, target=target, root=root)
+    return PLANNERS["ring"].plan(topology, collective, target=target, root=root)
 
 
 @pytest.mark.parametrize(

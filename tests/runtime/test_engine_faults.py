@@ -18,7 +18,7 @@ from syncline.errors import (
 )
 from syncline.observe import Trace
 from syncline.runtime import CollectiveCall, numpy_reduction
-from syncline.schedule import Collective, plan_ring, plan_tree
+from syncline.schedule import PLANNERS, Collective, plan_tree
 from syncline.topology import Topology
 
 FLOAT32 = numpy_reduction("float32")
@@ -104,7 +104,7 @@ def test_swapped_calls_of_one_stream_are_found(in_memory):
 
 
 def test_a_rank_that_does_not_call_is_named_with_those_who_wait(in_memory):
-    communicators = in_memory(4, planner=lambda topology, collective, *_: plan_ring(topology, collective))
+    communicators = in_memory(4, planner=lambda topology, collective, *_: PLANNERS["ring"].plan(topology, collective))
     works = [
         communicator.all_reduce(view(100_000), FLOAT32, label="all_reduce of bucket 4", step=118, timeout_s=0.4)
         for communicator in communicators

@@ -6,8 +6,11 @@ from schedule_oracle import random_topology, replay
 
 from syncline.runtime import numpy_reduction
 from syncline.runtime.shared_memory.operation import add_up, find_sums
-from syncline.schedule import Collective, Layout, plan_recursive_doubling, plan_ring, plan_tree
+from syncline.schedule import PLANNERS, Collective, Layout, plan_tree
 from syncline.topology import Topology
+
+plan_recursive_doubling = PLANNERS["recursive_doubling"].plan
+plan_ring = PLANNERS["ring"].plan
 
 
 def add_on(rank, terms, buffers, dtype):

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings as effort, strategies as st
 from schedule_trees import star, trees
 
 from syncline.errors import ScheduleError
-from syncline.schedule import PLANNERS, Collective, lower_bound, plan_ring, predict
+from syncline.schedule import PLANNERS, Collective, lower_bound, predict
 from syncline.topology import Topology
 
 SIZE = 64 << 20
@@ -55,7 +55,7 @@ def test_two_racks_are_bound_by_their_uplinks():
 
 def test_ring_of_equal_links_reaches_the_bound():
     topology = Topology.flat(5, rate=1e6)
-    busiest = max(predict(plan_ring(topology, Collective.ALL_REDUCE), topology, SIZE).link_s.values())
+    busiest = max(predict(PLANNERS["ring"].plan(topology, Collective.ALL_REDUCE), topology, SIZE).link_s.values())
     assert busiest * 1448 / 1514 == pytest.approx(lower_bound(topology, Collective.ALL_REDUCE, SIZE))
 
 

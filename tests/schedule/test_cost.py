@@ -5,7 +5,7 @@ from hypothesis import given, settings as effort, strategies as st
 from schedule_trees import star, trees
 
 from syncline.errors import ScheduleError
-from syncline.schedule import Collective, CostModel, plan_ring, plan_tree, predict
+from syncline.schedule import PLANNERS, Collective, CostModel, plan_tree, predict
 from syncline.topology import DirectedLink, Topology
 
 WIRE = CostModel.of_links_alone()
@@ -42,7 +42,9 @@ def test_headers_take_their_share_of_the_rate():
 def test_latency_counts_along_the_longest_route_of_each_step():
     topology = Topology.flat(3, latency_s=0.01)
     assert predict(plan_tree(topology, Collective.ALL_REDUCE), topology, 30, cost=WIRE).time_s == pytest.approx(0.04)
-    assert predict(plan_ring(topology, Collective.ALL_REDUCE), topology, 30, cost=WIRE).time_s == pytest.approx(0.08)
+    assert predict(
+        PLANNERS["ring"].plan(topology, Collective.ALL_REDUCE), topology, 30, cost=WIRE
+    ).time_s == pytest.approx(0.08)
 
 
 def test_messages_cost_their_overhead():

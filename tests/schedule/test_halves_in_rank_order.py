@@ -5,10 +5,12 @@ import pytest
 from hypothesis import given, settings as effort, strategies as st
 from schedule_trees import balanced_tree, links, star, trees
 
-from syncline.schedule import Collective, CostModel, lower_bound, plan_tree, plan_weighted_tree, predict
+from syncline.schedule import PLANNERS, Collective, CostModel, lower_bound, plan_tree, predict
 from syncline.schedule.traffic import shares
 from syncline.schedule.weighted_tree import MOST_RANKS
 from syncline.topology import DirectedLink, Topology
+
+plan_weighted_tree = PLANNERS["weighted_tree"].plan
 
 SIZE = 64 << 20
 WIRE = CostModel.of_links_alone()

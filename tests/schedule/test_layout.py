@@ -8,8 +8,10 @@ from hypothesis import given, settings as effort, strategies as st
 from schedule_trees import trees
 
 from syncline.errors import ScheduleError
-from syncline.schedule import Collective, Layout, plan_ring, plan_tree
+from syncline.schedule import PLANNERS, Collective, Layout, plan_tree
 from syncline.topology import Topology
+
+plan_ring = PLANNERS["ring"].plan
 
 FLAT = plan_tree(Topology.flat(4), Collective.ALL_REDUCE)
 

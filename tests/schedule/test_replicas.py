@@ -10,25 +10,15 @@ from hypothesis import given, settings as effort, strategies as st
 from schedule_trees import balanced_tree, trees
 
 from syncline.errors import ScheduleError, TopologyError
-from syncline.schedule import (
-    Collective,
-    Draft,
-    Layout,
-    Transfer,
-    Transfers,
-    plan_recursive_doubling,
-    plan_ring,
-    plan_tree,
-    plan_weighted_tree,
-    predict,
-    verify,
-)
+from syncline.schedule import PLANNERS, Collective, Draft, Layout, Transfer, Transfers, plan_tree, predict, verify
 from syncline.schedule.replicas import draft_in_replicas, find_parties, find_replicas, levels_of
 from syncline.schedule.replicated_step import choose_replicas, draft_replicas
 from syncline.schedule.step_candidates import draft_sharded_steps
 from syncline.schedule.verifier import split_at_owners
 from syncline.topology import DirectedLink, Topology
 from syncline.topology.document import shipped_names
+
+plan_weighted_tree = PLANNERS["weighted_tree"].plan
 
 RACKS = Topology.load("two-racks-5-3")
 DEEP = Topology.load("deep-asymmetric")
@@ -113,9 +103,9 @@ def test_ranges_are_grouped_by_their_owners_elsewhere():
 def test_what_enters_a_replica_at_several_ranks_cannot_be_split():
     replicas = find_replicas(RACKS, 1)
     with pytest.raises(ScheduleError, match="the ring's all-gather enters one 2 times"):
-        split_in_replicas(plan_ring(RACKS, Collective.ALL_REDUCE), replicas)
+        split_in_replicas(PLANNERS["ring"].plan(RACKS, Collective.ALL_REDUCE), replicas)
     with pytest.raises(ScheduleError, match="only an all_reduce with owners can be split"):
-        split_in_replicas(plan_recursive_doubling(RACKS, Collective.ALL_REDUCE), replicas)
+        split_in_replicas(PLANNERS["recursive_doubling"].plan(RACKS, Collective.ALL_REDUCE), replicas)
     first, _ = parts_of(RACKS, 1)
     with pytest.raises(ScheduleError, match="only an all_reduce with owners can be split"):
         split_in_replicas(first, replicas)

@@ -9,16 +9,7 @@ from hypothesis import given, settings as effort
 from schedule_trees import balanced_tree, trees
 
 from syncline.errors import ScheduleError
-from syncline.schedule import (
-    PLANNERS,
-    Collective,
-    Schedule,
-    plan_recursive_doubling,
-    plan_ring,
-    plan_tree,
-    plan_weighted_tree,
-    verify,
-)
+from syncline.schedule import PLANNERS, Collective, Schedule, plan_tree, verify
 from syncline.schedule.verifier import split_at_owners
 from syncline.topology import Topology
 
@@ -39,7 +30,7 @@ def test_digest_says_what_is_done_and_not_who_planned_it():
     others = [
         plan_tree(Topology.flat(3), Collective.ALL_GATHER),
         plan_tree(Topology.flat(4), Collective.REDUCE_SCATTER),
-        plan_ring(Topology.flat(3), Collective.REDUCE_SCATTER),
+        PLANNERS["ring"].plan(Topology.flat(3), Collective.REDUCE_SCATTER),
         plan_tree(Topology.flat(3), Collective.BROADCAST, root=0),
         plan_tree(Topology.flat(3), Collective.BROADCAST, root=1),
     ]
@@ -56,11 +47,12 @@ def test_equal_divisions_have_equal_digests():
 def test_digest_is_the_same_in_another_process():
     probe = (
         "from syncline.schedule import *; from syncline.topology import Topology;"
-        "print(plan_weighted_tree(Topology.load('three-racks-uneven-uplinks'), Collective.ALL_REDUCE).digest)"
+        "topology = Topology.load('three-racks-uneven-uplinks');"
+        "print(PLANNERS['weighted_tree'].plan(topology, Collective.ALL_REDUCE).digest)"
     )
     other = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=True)
     topology = Topology.load("three-racks-uneven-uplinks")
-    assert other.stdout.strip() == plan_weighted_tree(topology, Collective.ALL_REDUCE).digest
+    assert other.stdout.strip() == PLANNERS["weighted_tree"].plan(topology, Collective.ALL_REDUCE).digest
 
 
 @effort(max_examples=30)
@@ -78,7 +70,7 @@ def test_all_reduce_splits_in_two_with_the_same_owners(topology):
 
 def test_what_has_no_owners_cannot_be_split():
     for schedule in (
-        plan_recursive_doubling(Topology.flat(4), Collective.ALL_REDUCE),
+        PLANNERS["recursive_doubling"].plan(Topology.flat(4), Collective.ALL_REDUCE),
         plan_tree(Topology.flat(4), Collective.ALL_GATHER),
     ):
         assert split_at_owners(schedule.draft) is None

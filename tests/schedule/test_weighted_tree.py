@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given, settings as effort, strategies as st
 from schedule_trees import links, star, trees
 
-from syncline.schedule import Collective, CostModel, lower_bound, plan_tree, plan_weighted_tree, predict
+from syncline.schedule import PLANNERS, Collective, CostModel, lower_bound, plan_tree, predict
 from syncline.schedule.portions import best_fractions
 from syncline.schedule.verifier import split_at_owners
 from syncline.topology import Host, Link, Rank, Switch, Topology
+
+plan_weighted_tree = PLANNERS["weighted_tree"].plan
 
 SIZE = 64 << 20
 WIRE = CostModel.of_links_alone()

@@ -22,7 +22,7 @@ import syncline
 from syncline.demo.gpt import GPT, sample
 from syncline.report import draw_line_plot, link_table
 from syncline.report.terminal import new_console
-from syncline.schedule import Collective, plan_ring
+from syncline.schedule import PLANNERS, Collective
 from syncline.schedule.traffic import link_bytes
 from syncline.topology import DirectedLink, Direction, Topology
 
@@ -179,7 +179,7 @@ def fleet_link_bytes(fleet: syncline.Fleet) -> dict[DirectedLink, int]:
 
 def _ring_link_bytes(topology: Topology, num_bytes: int, num_steps: int) -> dict[DirectedLink, int]:
     """Return what as many all-reduces of ``num_bytes`` on a ring put on each link, as those of gloo and NCCL do."""
-    ring = plan_ring(topology, Collective.ALL_REDUCE).draft
+    ring = PLANNERS["ring"].plan(topology, Collective.ALL_REDUCE).draft
     return {link: num_steps * amount for link, amount in link_bytes(ring, topology, num_bytes).items()}
 
 

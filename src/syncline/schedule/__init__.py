@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from syncline.late_imports import late_names
 
 if TYPE_CHECKING:
-    from syncline.schedule.binomial import plan_binomial as plan_binomial
     from syncline.schedule.bound import lower_bound as lower_bound
     from syncline.schedule.cost import (
         DEFAULT_SLICE_BYTES as DEFAULT_SLICE_BYTES,
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
         choose as choose,
         with_gateways_chosen as with_gateways_chosen,
     )
-    from syncline.schedule.recursive_doubling import plan_recursive_doubling as plan_recursive_doubling
-    from syncline.schedule.ring import plan_ring as plan_ring
     from syncline.schedule.schedule import (
         Phase as Phase,
         Receive as Receive,
@@ -51,7 +48,6 @@ if TYPE_CHECKING:
     from syncline.schedule.transfers import Transfer as Transfer, Transfers as Transfers
     from syncline.schedule.tree import plan_tree as plan_tree
     from syncline.schedule.verifier import verify as verify
-    from syncline.schedule.weighted_tree import plan_weighted_tree as plan_weighted_tree
 
 _NAMES = {
     "draft": "Collective Before After Draft UNOWNED",
@@ -61,10 +57,6 @@ _NAMES = {
     "layout": "Layout",
     "ownership": "Target Fractions",
     "tree": "plan_tree",
-    "weighted_tree": "plan_weighted_tree",
-    "ring": "plan_ring",
-    "recursive_doubling": "plan_recursive_doubling",
-    "binomial": "plan_binomial",
     "planners": "Planner PLANNERS choose with_gateways_chosen",
     "cost": "predict Prediction StepPrediction CostModel DEFAULT_SLICE_BYTES",
     "bound": "lower_bound",

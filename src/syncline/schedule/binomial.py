@@ -9,42 +9,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from syncline.arguments import checked
-from syncline.errors import ScheduleError
 from syncline.schedule.draft import UNOWNED, Collective, Draft
 from syncline.schedule.ownership import Target
 from syncline.schedule.ring import ranks_from
-from syncline.schedule.schedule import Schedule
 from syncline.schedule.transfers import Transfer, Transfers
-from syncline.schedule.verifier import verify
 from syncline.topology import Topology
-
-
-@checked
-def plan_binomial(
-    topology: Topology, collective: Collective, *, target: Target = "balanced", root: int = 0
-) -> Schedule:
-    """Plan a broadcast from ``root`` along a binomial tree.
-
-    Cost: ceil(log2 N) steps, in which the root sends S log2 N bytes. O(N) transfers. Raises :class:`ScheduleError` for
-    another collective, :class:`TopologyError` for a root that does not exist.
-
-    >>> plan_binomial(Topology.flat(8), Collective.BROADCAST, root=2).num_steps
-    3
-    """
-    return verify(draft_binomial(topology, collective, target=target, root=root))
 
 
 def draft_binomial(
     topology: Topology,
-    collective: Collective,
+    collective: Collective,  # the planners of the registry have one signature
     *,
-    target: Target = "balanced",  # noqa: ARG001  # the planners of the registry have one signature
+    target: Target = "balanced",  # noqa: ARG001
     root: int = 0,
 ) -> Draft:
-    """Draw what :func:`plan_binomial` verifies."""
-    if collective is not Collective.BROADCAST:
-        raise ScheduleError(f"binomial plans broadcasts, not {collective}; take plan_recursive_doubling, or plan_tree")
+    """Draw a broadcast from ``root`` along a binomial tree."""
     order = ranks_from(topology, root)
     rows: list[Transfer] = []
     groups, step = [(0, len(order))], 0

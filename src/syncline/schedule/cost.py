@@ -64,7 +64,7 @@ class CostModel:
 
     >>> topology = Topology.flat(2, rate=1e6)
     >>> wire = CostModel(message_overhead_s=0.0, payload_share=1.0)
-    >>> round(predict(plan_ring(topology, Collective.ALL_REDUCE), topology, 1_000_000, cost=wire).time_s, 2)
+    >>> round(predict(PLANNERS["ring"].plan(topology, Collective.ALL_REDUCE), topology, 1_000_000, cost=wire).time_s, 2)
     1.0
     """
 
@@ -184,7 +184,7 @@ def predict(
     Raises :class:`ScheduleError` if ``topology`` has another number of ranks, or a size is negative or a slice empty.
 
     >>> topology = Topology.flat(2, rate=1e6)
-    >>> round(predict(plan_ring(topology, Collective.ALL_REDUCE), topology, 1_000_000).time_s, 1)
+    >>> round(predict(PLANNERS["ring"].plan(topology, Collective.ALL_REDUCE), topology, 1_000_000).time_s, 1)
     1.0
     """
     _check(schedule, topology, num_bytes, min(slice_bytes, first_slice_bytes or slice_bytes))

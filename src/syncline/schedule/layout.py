@@ -33,7 +33,7 @@ class Layout:
     Slices do not overlap and cover the buffer; their order is the order in which they should run. A buffer of no
     elements has one empty slice.
 
-    >>> schedule = plan_ring(Topology.flat(2), Collective.ALL_REDUCE)
+    >>> schedule = PLANNERS["ring"].plan(Topology.flat(2), Collective.ALL_REDUCE)
     >>> Layout.contiguous(schedule, num_elements=10, slice_elements=6).slices
     ((0, 2, 2), (5, 5, 7), (2, 5, 5), (7, 7, 10))
     """

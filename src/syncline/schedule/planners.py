@@ -95,10 +95,19 @@ class Planner:
         is_able = self.knows_gateways or not is_bound_to_gateways(topology, collective, target)
         return is_able and collective in self.collectives
 
+    @checked
     def plan(
         self, topology: Topology, collective: Collective, *, target: Target = "balanced", root: int = 0
     ) -> Schedule:
-        """Draw a schedule and prove it; :class:`ScheduleError` for what it does not serve."""
+        """Draw a schedule and prove it; :class:`ScheduleError` for what it does not serve.
+
+        ``target`` and ``root`` as in :func:`plan_tree`.
+
+        >>> topology = Topology.load("three-racks-uneven-uplinks")
+        >>> plans = [PLANNERS[name].plan(topology, Collective.ALL_REDUCE) for name in ("weighted_tree", "ring", "tree")]
+        >>> sorted((predict(plan, topology, 64 << 20).time_s, plan.planner) for plan in plans)[0][1]
+        'weighted_tree'
+        """
         check_plannable(topology)
         if collective not in self.collectives:
             known = ", ".join(sorted(self.collectives))

@@ -14,31 +14,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from syncline.arguments import checked
-from syncline.errors import ScheduleError
 from syncline.schedule.draft import UNOWNED, Collective, Draft
 from syncline.schedule.ownership import Target
-from syncline.schedule.schedule import Schedule
 from syncline.schedule.transfers import Transfer, Transfers
-from syncline.schedule.verifier import verify
 from syncline.topology import Topology
 from syncline.topology.tree import ranks_below
-
-
-@checked
-def plan_recursive_doubling(
-    topology: Topology, collective: Collective, *, target: Target = "balanced", root: int = 0
-) -> Schedule:
-    """Plan a reduce-scatter, all-gather or all-reduce in about log2 N steps.
-
-    Cost: an all-reduce sends S log2 N bytes from each rank, and gives no rank a part of its own; the others send
-    (N - 1)/N S (Bruck et al., 1997). O(N log N) transfers. ``target`` as in :func:`plan_tree`; ``root`` has no effect.
-    Raises :class:`ScheduleError` for a broadcast.
-
-    >>> plan_recursive_doubling(Topology.flat(4), Collective.ALL_REDUCE).num_steps
-    2
-    """
-    return verify(draft_recursive_doubling(topology, collective, target=target, root=root))
 
 
 def draft_recursive_doubling(
@@ -48,9 +28,7 @@ def draft_recursive_doubling(
     target: Target = "balanced",
     root: int = 0,  # noqa: ARG001  # the planners of the registry have one signature
 ) -> Draft:
-    """Draw what :func:`plan_recursive_doubling` verifies."""
-    if collective is Collective.BROADCAST:
-        raise ScheduleError("recursive_doubling plans no broadcast; take plan_binomial, or plan_tree")
+    """Draw a reduce-scatter, all-gather or all-reduce in about log2 N steps; in the last, nobody has a part."""
     order = ranks_below(topology.root)
     if collective is Collective.ALL_REDUCE:
         return _draft(collective, order, _exchange_all(order), owners=[UNOWNED])

@@ -13,28 +13,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from syncline.arguments import checked
 from syncline.schedule.draft import UNOWNED, Collective, Draft
 from syncline.schedule.ownership import Target
-from syncline.schedule.schedule import Schedule
 from syncline.schedule.transfers import Transfer, Transfers
-from syncline.schedule.verifier import verify
 from syncline.topology import Topology
 from syncline.topology.tree import ranks_below
-
-
-@checked
-def plan_ring(topology: Topology, collective: Collective, *, target: Target = "balanced", root: int = 0) -> Schedule:
-    """Plan a collective on a ring of all ranks; rank k owns [k/N, (k+1)/N) whatever the ``target``.
-
-    Cost: N - 1 steps and (N - 1)/N S on each rank's link in each direction, twice both for an all-reduce; a broadcast
-    is a chain from ``root``. O(N^2) transfers. After Patarasuk and Yuan, 2009. Raises :class:`TopologyError` for a root
-    that does not exist.
-
-    >>> plan_ring(Topology.flat(4), Collective.ALL_REDUCE).num_steps
-    6
-    """
-    return verify(draft_ring(topology, collective, target=target, root=root))
 
 
 def draft_ring(
@@ -44,7 +27,7 @@ def draft_ring(
     target: Target = "balanced",  # noqa: ARG001  # the planners of the registry have one signature
     root: int = 0,
 ) -> Draft:
-    """Draw what :func:`plan_ring` verifies."""
+    """Draw a collective on a ring of all ranks; rank k owns [k/N, (k+1)/N) whatever the ``target``."""
     num_ranks = topology.num_ranks
     if collective is Collective.BROADCAST:
         return _draft_chain(ranks_from(topology, root), root)

@@ -132,7 +132,7 @@ def _columns(draft: Draft) -> dict[str, Any]:
 class Send(NamedTuple):
     """Send the atoms [first, last) to ``peer``; ``index`` numbers the messages from this rank to that peer.
 
-    >>> plan_ring(Topology.flat(2), Collective.ALL_GATHER).program(0)[0].sends[0].peer
+    >>> PLANNERS["ring"].plan(Topology.flat(2), Collective.ALL_GATHER).program(0)[0].sends[0].peer
     1
     """
 
@@ -145,7 +145,7 @@ class Send(NamedTuple):
 class Receive(NamedTuple):
     """Receive the atoms [first, last) from ``peer`` and add or overwrite; ``index`` is the sender's.
 
-    >>> plan_ring(Topology.flat(2), Collective.REDUCE_SCATTER).program(0)[0].receives[0].add
+    >>> PLANNERS["ring"].plan(Topology.flat(2), Collective.REDUCE_SCATTER).program(0)[0].receives[0].add
     True
     """
 
@@ -164,7 +164,7 @@ class Phase:
     and in rank order of their peers; contributions to a range are added in that order, the rank's own value at its
     own place.
 
-    >>> (phase,) = plan_ring(Topology.flat(2), Collective.ALL_GATHER).program(0)
+    >>> (phase,) = PLANNERS["ring"].plan(Topology.flat(2), Collective.ALL_GATHER).program(0)
     >>> phase.sends
     (Send(peer=1, first=0, last=1, index=0),)
     """

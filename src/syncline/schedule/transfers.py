@@ -16,7 +16,7 @@ BoolArray = npt.NDArray[np.bool_]
 class Transfer(NamedTuple):
     """One row: at ``step``, ``src`` sends the atoms [first, last) to ``dst``, which adds or overwrites.
 
-    >>> next(iter(plan_ring(Topology.flat(2), Collective.ALL_GATHER).draft.transfers))
+    >>> next(iter(PLANNERS["ring"].plan(Topology.flat(2), Collective.ALL_GATHER).draft.transfers))
     Transfer(step=0, src=0, dst=1, first=0, last=1, add=False)
     """
 
@@ -34,7 +34,7 @@ class Transfers:
 
     int32, but ``add`` is bool; each is 1-D, and read-only. The columns are those of :class:`Transfer`.
 
-    >>> transfers = plan_ring(Topology.flat(3), Collective.ALL_GATHER).draft.transfers
+    >>> transfers = PLANNERS["ring"].plan(Topology.flat(3), Collective.ALL_GATHER).draft.transfers
     >>> len(transfers), transfers.src.shape
     (6, (6,))
     """

@@ -39,7 +39,7 @@ def verify(draft: Draft) -> Schedule:
     an all-reduce with the same bits, and all owners of a range a reduce-scatter; in time proportional to the sum over
     transfers of their atoms.
 
-    >>> draft = plan_ring(Topology.flat(3), Collective.ALL_REDUCE).draft
+    >>> draft = PLANNERS["ring"].plan(Topology.flat(3), Collective.ALL_REDUCE).draft
     >>> verify(draft).digest == verify(draft).digest
     True
     """

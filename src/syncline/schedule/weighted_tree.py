@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from syncline.arguments import checked
 from syncline.schedule.bound import lower_bound
 from syncline.schedule.cost import CostModel, fastest, predict
 from syncline.schedule.draft import Collective, Draft
@@ -24,11 +23,9 @@ from syncline.schedule.in_trees import draft_with_owners, weights_of_shares
 from syncline.schedule.outline import Outline
 from syncline.schedule.ownership import Fractions, Target, is_bound_to_gateways, speaking, with_gateway
 from syncline.schedule.portions import best_fractions
-from syncline.schedule.schedule import Schedule
 from syncline.schedule.step_flow import STEP, solve_step_flow
 from syncline.schedule.transfers import Transfers
 from syncline.schedule.tree import draft_tree, outline_tree
-from syncline.schedule.verifier import verify
 from syncline.topology import Topology
 
 T = TypeVar("T", Draft, Outline)
@@ -45,27 +42,13 @@ _ATOMS_PER_RANK = (1, 4)
 _NAME = "weighted_tree"
 
 
-@checked
-def plan_weighted_tree(
-    topology: Topology, collective: Collective, *, target: Target = "balanced", root: int = 0
-) -> Schedule:
-    """Plan a collective along the tree with the portions that suit its links; at most 2 % slower than equal ones.
-
-    ``target`` and ``root`` as in :func:`plan_tree`. Cost: as there, with up to twice as many steps. Portions solve a
-    linear program over the whole tree, and are compared by the time that is predicted for 16 MiB.
-
-    >>> topology = Topology.load("three-racks-uneven-uplinks")
-    >>> equal, weighted = (plan(topology, Collective.ALL_REDUCE) for plan in (plan_tree, plan_weighted_tree))
-    >>> predict(weighted, topology, 64 << 20).time_s < predict(equal, topology, 64 << 20).time_s
-    True
-    """
-    return verify(draft_weighted_tree(topology, collective, target=target, root=root))
-
-
 def draft_weighted_tree(
     topology: Topology, collective: Collective, *, target: Target = "balanced", root: int = 0
 ) -> Draft:
-    """Draw what :func:`plan_weighted_tree` verifies."""
+    """Draw a collective along the tree with the portions that suit its links; at most 2 % slower than equal ones.
+
+    Portions solve a linear programme over the whole tree, and are compared by the time that is predicted for 16 MiB.
+    """
     draft = draft_portions(topology, collective, target=target, root=root)
     may_flow = collective is Collective.ALL_REDUCE and len(topology.speakers) == topology.num_ranks <= MOST_RANKS
     if not may_flow or _over_bound(draft, topology, target, root) <= FAR:
