@@ -83,3 +83,10 @@ def test_what_newcomers_need_crosses_each_link_once(holders: set[int]) -> None:
         if link.direction == "down"
     ]
     assert len(crossed) == len(set(crossed))
+
+
+def test_newcomers_of_a_group_take_from_a_member_of_it_or_all_from_one() -> None:
+    """Nearer members of other groups have something else to give."""
+    groups = ((0, 4, 6), (1, 5), (2, 3, 7))
+    assert choose_sources(RACKS, (0, 1, 5), (2, 3, 4, 6, 7), groups=groups) == {0: (2, 3, 4, 6, 7)}
+    assert choose_sources(RACKS, (0, 1, 5), (2, 7, 6), groups=((0, 1), (5, 6), (2, 7))) == {0: (2, 7), 5: (6,)}

@@ -34,6 +34,7 @@ from syncline.pytorch.epochs import FabricPlace, FleetGrowth, Recovery
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.init import open_fleet
 from syncline.pytorch.stores import dial_store, serve_store
+from syncline.topology import Topology
 from syncline.updates.control import ControlStream
 
 NOBODY = -1
@@ -82,6 +83,7 @@ class WorldGrowth:
     lines: Sequence[str] = LINES
     is_joining = False
     period = 1
+    groups: Sequence[Sequence[int]] = ()
 
     def __init__(self, fleet: Fleet, growth: FleetGrowth, settings: Elastic, environment: Environment) -> None:
         self.flags: Flags = NO_FLAGS
@@ -134,6 +136,9 @@ class WorldGrowth:
 
     def finish(self) -> None:
         """Nothing: no call is under way."""
+
+    def meet(self, control: ControlStream, topology: Topology, num_old: int) -> None:
+        """Nothing: the user goes on as they like."""
 
     def leave(self) -> None:
         """Nothing: the group is taken away before."""

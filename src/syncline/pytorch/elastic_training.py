@@ -154,8 +154,6 @@ def begin_elastic(
     fleet.is_elastic = settings is not None
     if settings is None:
         return None
-    if isinstance(rule, updates.Clustered):  # which survives by itself, and lets nobody in
-        return None
     if fleet.recovery is None:
         fleet.recovery = recovery = Recovery(fleet, settings, fleet.growth)
         fleet.on_close(lambda _: recovery.close())
@@ -163,7 +161,7 @@ def begin_elastic(
         raise UpdateError(
             f"All models of a job have the same settings, here {fleet.recovery.settings!r}, not {settings!r}"
         )
-    if isinstance(rule, updates.Overlapped):  # which survives by itself too
+    if isinstance(rule, updates.Overlapped | updates.Clustered):  # which survive by themselves
         return None
     fleet.recovery.begin()
     return ElasticTraining(fleet.recovery, plan)

@@ -339,6 +339,13 @@ class Growing(Protocol):
     def finish(self) -> None:
         """End what is under way among the members as they are."""
 
+    def meet(self, control: ControlStream, topology: Topology, num_old: int) -> None:
+        """Agree on how to go on, as one of all ranks of the larger job; the first ``num_old`` are no newcomers."""
+
+    @property
+    def groups(self) -> Sequence[Sequence[int]]:
+        """Ranks of the larger job that have the same to give, as was agreed."""
+
     def leave(self) -> None:
         """Take away what makes calls in the old epoch."""
 
@@ -405,7 +412,7 @@ class FleetGrowth:
         if self._is_newcomer:
             raise UpdateError(
                 f"This process comes into a running job (join=), which is not possible if {why}; its only training is "
-                "distribute(..., elastic=True), with AllReduce(), Sharded() or Overlapped()"
+                "distribute(..., elastic=True), with AllReduce(), Sharded(), Overlapped() or Clustered()"
             )
         self._why_not = self._why_not or why
         if self._job is not None:
@@ -537,7 +544,7 @@ class FleetGrowth:
         before = fleet.enter_fabric(_place_of(larger, fleet))
         regroup = growing.recovery.enter_fabric()
         try:
-            self._meet(job)
+            self._meet(job, growing, num_old)
         except BaseException as error:
             if is_newcomer or not isinstance(error, (*LOSSES, MismatchError)):
                 growing.leave()
@@ -561,17 +568,19 @@ class FleetGrowth:
         growing.resume()
         self._tell(growing, job.numbers[num_old:])
 
-    def _meet(self, job: JobRecord) -> None:
-        """Make the first call in the new epoch, which shows that all are in it."""
-        control = ControlStream(self._fleet.communicator, stream=self._fleet.reserve_streams(1).start)
+    def _meet(self, job: JobRecord, growing: Growing, num_old: int) -> None:
+        """Make the first calls in the new epoch, which show that all are in it."""
+        communicator = self._fleet.communicator
+        control = ControlStream(communicator, stream=self._fleet.reserve_streams(1).start)
         told = control.all_gather(job.epoch, "epoch of the larger job")
         if set(told) != {job.epoch}:
             raise MismatchError(f"Ranks have met in different epochs: {told}")
+        growing.meet(control, communicator.topology, num_old)
 
     def _transfer(self, growing: Growing, job: JobRecord, num_old: int) -> None:
         """Let every newcomer have what it lacks from its source."""
         fleet = self._fleet
-        sources = choose_sources(job.topology, range(num_old), range(num_old, job.world_size))
+        sources = choose_sources(job.topology, range(num_old), range(num_old, job.world_size), groups=growing.groups)
         first = fleet.reserve_streams(2 * len(sources)).start
         for place, (source, served) in enumerate(sources.items()):
             if fleet.communicator.rank not in (source, *served):
@@ -632,20 +641,29 @@ def _place_of(larger: joining.LargerFabric, fleet: FabricPlace) -> FabricPlace:
     return FabricPlace(base=communicator, communicator=communicator, epoch=epoch, numbers=job.numbers)
 
 
-def choose_sources(topology: Topology, holders: Collection[int], lacking: Sequence[int]) -> dict[int, tuple[int, ...]]:
+def choose_sources(
+    topology: Topology, holders: Collection[int], lacking: Sequence[int], *, groups: Sequence[Sequence[int]] = ()
+) -> dict[int, tuple[int, ...]]:
     """Return whom each source gives to: the holder below the lowest node above both, the first of several.
 
     Newcomers below one link have the same nearest holders outside, and so the same source: what they need crosses that
-    link in one broadcast.
+    link in one broadcast. Those of one of the ``groups`` take from a holder in it; if there is none all take from one.
 
     >>> choose_sources(Topology.load("two-racks-5-3"), holders=(0, 1, 5), lacking=(4, 6, 7))
     {0: (4,), 5: (6, 7)}
     """
     served: dict[int, list[int]] = defaultdict(list)
-    for rank in lacking:
-        source = min(holders, key=lambda holder: (-_shared(topology, holder, rank), holder))
-        served[source].append(rank)
-    return {source: tuple(ranks) for source, ranks in sorted(served.items())}
+    for group in groups or [range(topology.num_ranks)]:
+        inside = [rank for rank in lacking if rank in group]
+        near = [holder for holder in holders if holder in group]
+        for rank in inside:
+            source = _nearest(topology, near, rank) if near else _nearest(topology, holders, inside[0])
+            served[source].append(rank)
+    return {source: tuple(sorted(ranks)) for source, ranks in sorted(served.items())}
+
+
+def _nearest(topology: Topology, holders: Collection[int], rank: int) -> int:
+    return min(holders, key=lambda holder: (-_shared(topology, holder, rank), holder))
 
 
 def _shared(topology: Topology, first: int, second: int) -> int:

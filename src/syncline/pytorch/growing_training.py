@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +24,13 @@ from syncline.pytorch.epochs import FleetGrowth, Recovery
 from syncline.pytorch.installation import Installation
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.training import Training
+from syncline.topology import Topology
 from syncline.updates import Updater
 from syncline.updates.bucket import Slot
 from syncline.updates.control import ControlStream
 from syncline.updates.elastic_sharded import ElasticShardedUpdater
 from syncline.updates.peer_state import HeldState
-from syncline.updates.rule import MemberNews
+from syncline.updates.rule import GrowthAgreement, MemberNews
 from syncline.updates.state import decode_value, describe_state
 
 
@@ -115,6 +116,7 @@ class GrowingTraining:
         """What was told of members when the last period ended, with rules whose ranks meet there."""
         self._came_at: int | None = None
         """The steps that were made when this rank came in, if it did."""
+        self._agreement = GrowthAgreement(groups=())
         self._held: list[HeldState] = []
         """What this rank has of a divided state, while the training is taken away."""
         self._before: Updater | None = None
@@ -130,6 +132,8 @@ class GrowingTraining:
     def period(self) -> int:
         """Of so many steps one, at least, may let newcomers in."""
         rule = self._installation.rule
+        if isinstance(rule, updates.Clustered):
+            return rule.period * rule.reelect_every
         return rule.period if isinstance(rule, updates.Overlapped) else 1
 
     @property
@@ -173,6 +177,15 @@ class GrowingTraining:
         if self._installation.elastic_training is not None:
             self._training.finish()
 
+    def meet(self, control: ControlStream, topology: Topology, num_old: int) -> None:
+        """Agree with all ranks of a larger job on how to go on there."""
+        self._agreement = self._training.updater.meet(control, topology, num_old)
+
+    @property
+    def groups(self) -> Sequence[Sequence[int]]:
+        """Ranks of the larger job whose optimizer state is the same, as was agreed."""
+        return self._agreement.groups
+
     def leave(self) -> None:
         """Take the training away, and keep what it has."""
         updater = self._training.updater
@@ -182,7 +195,7 @@ class GrowingTraining:
 
     def resume(self) -> None:
         """Put the model into training on the fleet as it is now; each rank gets its part of a divided state."""
-        training = self._installation.install(has_values=True)
+        training = self._installation.install(has_values=True, begins_with=self._agreement.begins_with)
         training.updater.go_on_from(self._iteration)
         self._optimizer.go_on(training, self._installation.elastic_training)
         held, self._held = self._held, []

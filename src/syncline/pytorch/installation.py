@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,11 +78,11 @@ class Installation:
         )
         check_combinations(self.rule, f"{type(self.rule).__name__}()", request, tells=self.fleet.rank == 0)
 
-    def install(self, *, has_values: bool = False) -> Training:
+    def install(self, *, has_values: bool = False, begins_with: Any = None) -> Training:
         """Put the model into training on the fleet; every rank calls it alike.
 
         All go on from rank 0's parameters and buffers. With ``has_values`` these are equal already, as all else is, and
-        no rank is waited for.
+        no rank is waited for: the rule ``begins_with`` what ranks agreed on when they met.
         """
         fleet, model, optimizer, rule = self.fleet, self.model, self.optimizer, self.rule
         named = _checked_parameters(model, optimizer, rule)
@@ -109,7 +110,7 @@ class Installation:
             tuner=tuner,
             reserve_streams=fleet.reserve_streams,
         )
-        updater = _start_rule(rule, self._extended(setting, going_on))
+        updater = _start_rule(rule, self._extended(setting, going_on, begins_with))
         try:
             if helpers := fleet.topology.helpers:
                 check_joinable(model)
@@ -136,8 +137,10 @@ class Installation:
     def why_no_newcomers(self) -> str:
         """Say why it takes nobody in; empty if it does."""
         rule = self.rule
-        if self.elastic is None or isinstance(rule, updates.Clustered):
-            return "a training of it is not elastic, or its rule is none of AllReduce(), Sharded() and Overlapped()"
+        if self.elastic is None:
+            return "a training of it is not elastic"
+        if isinstance(rule, updates.Clustered) and (why := rule.why_no_newcomers):
+            return why
         if isinstance(rule, updates.Overlapped) and (rule.quorum is not None or rule.servers != "shared"):
             return "Overlapped(quorum=, servers=) says how many ranks do what, and newcomers change that"
         if isinstance(rule, Sharded) and not (
@@ -187,10 +190,12 @@ class Installation:
             self.elastic_training.end()
         restore_layers(self._layers)
 
-    def _extended(self, setting: Setting, going_on: ElasticTraining | None) -> Setting:
+    def _extended(self, setting: Setting, going_on: ElasticTraining | None, begins_with: Any) -> Setting:
         if going_on is not None:
             return going_on.extend(setting)
-        return setting if self.why_no_newcomers() else replace(setting, newcomers=self.fleet.growth)
+        if self.why_no_newcomers():
+            return setting
+        return replace(setting, newcomers=self.fleet.growth, begins_with=begins_with)
 
     @property
     def _asks_for_priorities(self) -> bool:

@@ -25,9 +25,11 @@ import torch
 from syncline.members import LOSSES
 from syncline.members.job_record import Flags
 from syncline.priorities.tuner import ClassTuner
+from syncline.topology import Topology
 from syncline.updates.bucket import Bucket, placed
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketScheduleOptions
+from syncline.updates.control import ControlStream
 from syncline.updates.divided import DividedGradients
 from syncline.updates.inner import check_is_served
 from syncline.updates.report import LocalReports, PendingReport, StepReports
@@ -76,6 +78,15 @@ class MemberNews(NamedTuple):
     """Ranks that the lowest of them held lost."""
 
 
+class GrowthAgreement(NamedTuple):
+    """What the ranks of a larger job have agreed on before they go over to it."""
+
+    groups: Sequence[Sequence[int]]
+    """Ranks with the same optimizer state: a newcomer takes it from a member of its own group, if there is one."""
+    begins_with: Any = None
+    """What this rank's next updater begins with."""
+
+
 class Newcomers(Protocol):
     """Those that want to come into a job whose ranks meet at the ends of periods."""
 
@@ -121,6 +132,8 @@ class Setting:
     """In an elastic job: whether it can go back to a checkpoint where state is lost; see :meth:`Updater.go_back`."""
     newcomers: Newcomers | None = None
     """In an elastic job whose rule survives losses by itself: who may come in at the end of a period."""
+    begins_with: Any = None
+    """Where the job has just grown: what :meth:`Updater.meet` said."""
 
 
 class Updater(ABC):
@@ -260,6 +273,13 @@ class Updater(ABC):
     def take_news(self) -> MemberNews | None:
         """Return once what was told of members when a period ended; None if none has, or a rule tells nothing there."""
         return None
+
+    def meet(self, control: ControlStream, topology: Topology, num_old: int) -> GrowthAgreement:  # noqa: ARG002 - most agree on nothing
+        """Agree on how to go on in a larger job of ``topology``, whose ranks up to ``num_old`` are those of this one.
+
+        Also on a rank that comes in; ``control`` is of all of them. After a loss there this updater goes on.
+        """
+        return GrowthAgreement(groups=[range(topology.num_ranks)])
 
     def serve(self) -> None:
         """Serve until all ranks that train have left, and return; only if :attr:`is_server`."""

@@ -70,8 +70,12 @@ class World:
         num_records: int,
         quorum: float = 0.0,
         propose: Callable[[int, int], Clusters] | None = None,
+        elders: Sequence[int] = (),
     ) -> None:
-        """``propose``: the clusters of the next term that a rank proposes in a term, both of them given."""
+        """``propose``: the clusters of the next term that a rank proposes in a term, both of them given.
+
+        ``elders`` have come from another fabric, with the others as newcomers.
+        """
         self.propose = propose
         self.record_schedule = record_schedule
         self.num_records = num_records
@@ -87,6 +91,7 @@ class World:
                     mean=mean_of_symbols,
                     quorum=quorum,
                     reclusters=propose is not None,
+                    elders=elders,
                 ),
                 clusters={0: self.clusters},
             )
@@ -131,7 +136,8 @@ class World:
         if record.kind is Kind.AVERAGE and self.propose is not None:
             clusters = self.propose(rank, record.term)
         measurement = (("of", rank),) if record.is_outer_round else ()
-        provided = Provided(samples=1.0, payload=payload, measurement=measurement, clusters=clusters)
+        told = (rank, *sorted(player.node.view.dead)) if record.is_outer_round else ()
+        provided = Provided(samples=1.0, payload=payload, measurement=measurement, clusters=clusters, told=told)
         self.perform(rank, player.node.provide(provided))
 
     def perform(self, rank: int, instructions: Sequence[Instruction]) -> None:
@@ -340,6 +346,7 @@ class World:
             for term, known in player.clusters.items():
                 assert clusters.setdefault(term, known) == known
         self.check_results()
+        self.check_told()
         for rank in self.sound():
             self.check_sums(rank)
 
@@ -349,6 +356,17 @@ class World:
             for record, agreed in self.players[rank].applied:
                 if record.is_outer_round and agreed.payload is not None:
                     assert results.setdefault(record.index, agreed.payload) == agreed.payload
+
+    def check_told(self) -> None:
+        """With each outer round all hear the same of the members, of the lowest that had a part, and are not lost."""
+        told: dict[int, tuple[int, ...]] = {}
+        for rank in self.sound():
+            for record, agreed in self.players[rank].applied:
+                if record.is_outer_round:
+                    teller, *lost = told.setdefault(record.index, agreed.told)
+                    assert agreed.told == told[record.index], f"{agreed.told}, {told[record.index]}"
+                    assert teller <= min(self.sound())
+                    assert rank not in lost
 
     def check_sums(self, rank: int) -> None:
         """What a result holds of this cluster is what this cluster agreed on, each mean once."""

@@ -18,7 +18,7 @@ def random_world(choose: random.Random, *, quorum: float = 0.0, sizes: Sequence[
     record_schedule = RecordSchedule(
         period=choose.randint(1, 3),
         reelect_every=choose.randint(1, 3),
-        has_outer_rounds=num_clusters > 1,
+        has_outer_rounds=num_clusters > 1 or choose.random() < 0.5,
         averages=num_clusters > 1 and choose.random() < 0.5,
     )
     num_records = choose.randint(3, 14)

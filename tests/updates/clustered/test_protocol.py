@@ -220,6 +220,21 @@ def test_of_two_halves_that_lose_sight_of_each_other_one_goes_on(seed: int) -> N
     assert any("3 of 6 ranks are in reach: rank 0, " in reason for reason in reasons)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_newcomers_do_not_make_up_for_elders_that_may_have_gone_back(seed: int) -> None:
+    """Until an outer round has shown who of them is here; three of six, with the lowest, would else go on."""
+    choose, elders = random.Random(seed), (0, 1, 2, 3)
+    world = World(((0, 4), (1, 2), (3, 5)), AGENDA, num_records=20, quorum=0.5, elders=elders)
+    early, rounds = seed % 2 == 0, [record for record in range(20) if AGENDA.record(record).is_outer_round]
+    while not early and any(len(player.applied) <= rounds[0] for player in world.players.values()):
+        world.happen(choose.choice(world.choices()))
+    for rank in choose.sample(elders[1:], 3):
+        world.kill(rank, choose)
+    world.settle(choose)
+    assert world.live() == ([] if early else [0, 4, 5])
+    assert early or all(len(world.players[rank].applied) == 20 for rank in (0, 4, 5))
+
+
 def test_with_a_smaller_quorum_both_halves_may_go_on() -> None:
     world = World(CLUSTERS, AGENDA, num_records=20, quorum=0.3)
     for other in (0, 1, 2):

@@ -31,6 +31,17 @@ def test_records_are_as_the_order_says(record_schedule: RecordSchedule) -> None:
         assert record_schedule.last_of_term(term) == index - 1
 
 
+@given(AGENDAS)
+def test_parameters_are_level_once_in_a_term_or_with_each_result(record_schedule: RecordSchedule) -> None:
+    of_term = [record_schedule.record(index) for index in range(record_schedule.records_of_term)]
+    level = [record for record in of_term if record_schedule.levels(record)]
+    assert all(record.is_outer_round for record in level)
+    if record_schedule.averages:
+        assert level == of_term[-1:]
+    else:
+        assert len(level) == record_schedule.reelect_every * record_schedule.has_outer_rounds
+
+
 @given(AGENDAS, st.integers(0, 60))
 def test_last_outer_round_is_the_newest(record_schedule: RecordSchedule, index: int) -> None:
     before = [record_schedule.record(number) for number in range(index + 1)]

@@ -12,7 +12,7 @@ from syncline.errors import ConfigurationError
 from syncline.machines.clustering import Inventory
 from syncline.pytorch.distribute import distribute
 from syncline.topology import Topology
-from syncline.updates.clustered.grouping import Regrouping
+from syncline.updates.clustered.grouping import Regrouping, Start
 from syncline.updates.clustered.rule import Clustered
 from thread_fleets import run_fleets
 
@@ -35,6 +35,12 @@ def test_clusters_that_are_as_good_stay() -> None:
     alike = dict.fromkeys(range(4), (("batch_s", 0.1),))
     assert regrouping().propose(((0, 1), (2, 3)), alike, living=ALL) == ()
     assert regrouping().propose(((0, 1), (2, 3)), {}, living=ALL) == ()
+
+
+def test_a_cluster_of_ranks_from_several_begins_without_state() -> None:
+    """Of newcomers, the last ranks, nobody asks which they were of."""
+    start = Start(inventory=Inventory(topology=Topology.flat(6)), clusters=((0, 1, 4), (2, 3), (5,)))
+    assert [start.after([0, 0, 1, 2], rank).keeps_state for rank in range(6)] == [True, True, False, False, True, True]
 
 
 def test_a_cluster_that_lost_a_host_keeps_its_number() -> None:

@@ -40,6 +40,7 @@ from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.outer_rounds import OuterRounds
 from syncline.updates.flat import Vector, VectorShape, combine, shares
 from syncline.updates.messaging import Driver, LeftBehind, Mailbox, MessageStream
+from syncline.updates.rule import Newcomers
 
 TEXT_URGENCY, VECTOR_URGENCY = -1, 0
 ANSWER_S = 5.0
@@ -123,8 +124,10 @@ class ClusterDriver(Driver):
         stream: int,
         timeout_s: float,
         trace: Trace,
+        newcomers: Newcomers | None = None,
     ) -> None:
         self._topology = job.topology
+        self._newcomers = newcomers
         self._node = node
         self._stream = stream
         super().__init__(port, node.view.membership, timeout_s=timeout_s)
@@ -205,11 +208,9 @@ class ClusterDriver(Driver):
         return self._port.call(self._take_statistics, ANSWER_S)
 
     def close(self) -> None:
-        """Release everything; what was counted is kept."""
-        if self._last_statistics is None:
-            with contextlib.suppress(SynclineError):  # a loop that broke or hangs has nothing to tell
-                self._last_statistics = self.statistics()
-        self._port.call_soon(self._port.close)
+        """Release everything, and hear of no loss any more; what was counted is kept."""
+        with contextlib.suppress(SynclineError):  # a loop that broke or hangs has nothing to tell
+            self._port.call(self._end, ANSWER_S)
 
     # The loop's thread.
 
@@ -227,6 +228,8 @@ class ClusterDriver(Driver):
         self._perform(self._node.receive(peer, *told))
 
     def _on_lost(self, peer: int, error: Exception) -> None:
+        if self._newcomers is not None:
+            self._newcomers.note_loss(peer)
         if isinstance(error, GivenUpError):
             self.membership.lose(peer, error)
             self._perform(self._node.end(peer))
@@ -283,6 +286,11 @@ class ClusterDriver(Driver):
             self._perform(self._node.end(peer))
         else:
             super()._on_note(peer, note)
+
+    def _end(self) -> None:
+        if self._last_statistics is None:
+            self._last_statistics = self._take_statistics()
+        self._port.close()
 
     def _depart(self) -> None:
         self._last_statistics = self._take_statistics()  # later, whoever departed too counts as dead

@@ -32,7 +32,7 @@ ClusterChoice = Annotated[
 
 
 def measure_hosts(
-    control: ControlStream, wanted: Inventory, *, read: Callable[[], Mapping[str, float]] | None
+    control: ControlStream, wanted: Inventory, *, read: Callable[[], Mapping[str, Feature]] | None
 ) -> Inventory:
     """Return ``wanted`` with what all hosts measure, the same on every rank; every rank calls it.
 
@@ -45,6 +45,37 @@ def measure_hosts(
     gathered = control.all_gather(dict(read()) if is_first_of_host else {}, "features of the machines")
     measured = {host.name: gathered[host.ranks[0].rank] for host in topology.hosts}
     return replace(wanted, measured=measured)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What a training with clusters begins with, alike on all ranks but for the last."""
+
+    inventory: Inventory
+    clusters: Clusters
+    keeps_state: bool = True
+    """Whether the members of this rank's cluster have the same optimizer state: else it begins anew."""
+
+    @classmethod
+    def agree(
+        cls,
+        control: ControlStream,
+        wanted: Inventory,
+        clusters: ClusterChoice,
+        *,
+        read: Callable[[], Mapping[str, Feature]] | None,
+    ) -> Start:
+        """Return ``wanted`` with what hosts measure, and the clusters that follow; every rank calls it."""
+        inventory = measure_hosts(control, wanted, read=read)
+        return cls(inventory=inventory, clusters=agree_on_clusters(control, inventory, clusters))
+
+    def after(self, kinds_of_state: Sequence[int], rank: int) -> Start:
+        """Return it for a rank of a job that has grown; members before it, the first ranks, had states of these kinds.
+
+        Ranks of one cluster have equal states; where those that are in one now had different ones, all begin anew.
+        """
+        own = next(ranks for ranks in self.clusters if rank in ranks)
+        return replace(self, keeps_state=len({kind for place, kind in enumerate(kinds_of_state) if place in own}) <= 1)
 
 
 def agree_on_clusters(control: ControlStream, inventory: Inventory, clusters: ClusterChoice) -> Clusters:

@@ -86,6 +86,10 @@ class RecordSchedule:
         """Return the number of a term's last record."""
         return (term + 1) * self.records_of_term - 1
 
+    def levels(self, record: Record) -> bool:
+        """Whether all ranks have the same parameters once they have stepped on what this record brought."""
+        return record.kind is (Kind.AVERAGE if self.averages else Kind.RESULT)
+
     def last_outer_round(self, index: int) -> Record | None:
         """Return the newest outer round up to record ``index``, itself included; None before the first."""
         if not self.has_outer_rounds:
@@ -116,6 +120,8 @@ class Provided:
     measurement: Measurement = ()
     clusters: Clusters = ()
     """Those that it proposes for the next term, none to keep the old ones."""
+    told: tuple[int, ...] = ()
+    """What it tells of the job's members with an outer round, itself first, if it tells anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +143,7 @@ class Contribution:
     index: int
     samples: float
     measurement: Measurement = ()
+    told: tuple[int, ...] = ()
     payload: Payload = field(default=None, compare=False, repr=False)
 
 
@@ -153,6 +160,8 @@ class Agreed:
     samples: tuple[float, ...]
     clusters: Clusters = ()
     """After a term: the clusters of the next one, if they are others."""
+    told: tuple[int, ...] = ()
+    """What the lowest rank that had a part in the outer round told of the job's members."""
     payload: Payload = field(default=None, compare=False, repr=False)
 
 
@@ -177,6 +186,8 @@ class Ready:
     measurements: tuple[tuple[int, Measurement], ...] = ()
     clusters: Clusters = ()
     """What this server proposes; that of the first participant is agreed, with the outer round itself."""
+    told: tuple[int, ...] = ()
+    """What its cluster's lowest rank tells of the job's members; that of the lowest of all is agreed likewise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

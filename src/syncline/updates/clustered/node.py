@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from syncline.members import Quorum
+from syncline.members import Membership, Quorum
 from syncline.updates.clustered.messages import (
     Agreed,
     Contribution,
@@ -45,7 +45,9 @@ class Node:
         mean: Mean,
         quorum: float = 0.5,
         reclusters: bool = False,
+        elders: Sequence[int] = (),
     ) -> None:
+        """``elders`` are those that came from another fabric together, where others may have gone back to."""
         self.view = View(job=job, rank=rank, clusters=clusters, reclusters=reclusters)
         self.record_schedule = record_schedule
         self.member = Member(self.view, record_schedule)
@@ -56,6 +58,8 @@ class Node:
         self.stopped: str | None = None
         self._mean = mean
         self._quorum = Quorum(part=quorum)
+        self._elders = Membership(tuple(elders), self.view.membership.losses)
+        """Whose quorum counts too, until an outer round has shown that nobody else is left of them."""
         self.measurements: dict[int, Measurement] = {}
         """The newest that this rank, as a server, heard of each rank."""
         self._unheard: list[tuple[int, Message, frozenset[int]]] = []
@@ -148,7 +152,7 @@ class Node:
         heard = [one for one in self._unheard if one[0] != peer]
         self.num_refused += len(self._unheard) - len(heard)
         self._unheard = heard
-        shortage = self.view.membership.shortage(self._quorum)
+        shortage = self.view.membership.shortage(self._quorum) or self._elders.shortage(self._quorum)
         if shortage is not None:
             self._stop(f"{shortage}, or allow a smaller quorum", shortage.missing)
             return
@@ -242,6 +246,8 @@ class Node:
             self.num_refused += 1
             return
         record = self.record_schedule.record(agreed.index)
+        if record.is_outer_round:
+            self._elders = Membership(())
         self._instructions.append(Enter(record=record, agreed=agreed))
         if agreed.index == self.record_schedule.last_of_term(record.term) and record.term == self.view.last_known_term:
             self._begin_term(record.term + 1, agreed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,16 +15,21 @@ from syncline.arguments import Count, Share, Whole, check_fields
 from syncline.errors import ConfigurationError
 from syncline.machines.clustering import Inventory
 from syncline.machines.measurement import read_machine
+from syncline.members.job_record import NO_FLAGS
+from syncline.topology import Topology
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
 from syncline.updates.clustered.driver import ClusterDriver, ClusteredStatistics, mean_of
-from syncline.updates.clustered.grouping import ClusterChoice, Pace, Regrouping, agree_on_clusters, measure_hosts
+from syncline.updates.clustered.grouping import ClusterChoice, Pace, Regrouping, Start
 from syncline.updates.clustered.means import Contributions, Period
 from syncline.updates.clustered.messages import Agreed, Clusters, Kind, Measurement, Provided, RecordSchedule
 from syncline.updates.clustered.node import Node
 from syncline.updates.combinations import OF_INDEPENDENT_RANKS, Combination, one_gateway
+from syncline.updates.control import ControlStream
 from syncline.updates.flat import Vector, VectorShape
 from syncline.updates.report import PendingReport
-from syncline.updates.rule import Setting, WholeRule, WholeUpdater
+from syncline.updates.rule import GrowthAgreement, MemberNews, Newcomers, Setting, WholeRule, WholeUpdater
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +60,8 @@ class Clustered(WholeRule):
     than half of those ranks, or with exactly half and the lowest rank among them. With a smaller ``quorum`` few ranks
     go on, but so may both sides of a cut. A rank that lives, but whose training thread makes no call for
     ``syncline.init(stall_s=...)`` while others wait for it as long, is left behind as if it were dead, and told so when
-    it wakes.
+    it wakes. An elastic job takes newcomers in when a term ends, unless ``clusters`` are written down, or the
+    parameters are not made equal then (``averages=False`` with a period above 1).
 
     Clusters are made when the training starts. With ``recluster_every`` above 0, after every so many terms one server
     looks at the mean of what each machine measured in past periods (clocks, free memory, and its own seconds for a
@@ -140,13 +147,25 @@ class Clustered(WholeRule):
         """Whether parameters are averaged at each re-election."""
         return (self.period > 1 or self.is_literal) if self.averages is None else self.averages
 
-    def record_schedule(self, num_clusters: int) -> RecordSchedule:
-        """Return the order in which a job with so many clusters agrees on things."""
+    @property
+    def why_no_newcomers(self) -> str:
+        """Why nobody can come into a job with it; empty if ranks can."""
+        if not isinstance(self.clusters, str | int):
+            return "Clustered(clusters=) names ranks, and newcomers are none of them"
+        if not self.will_average and (self.period > 1 or self.is_literal):
+            return "Clustered(averages=False) never makes parameters equal on all ranks"
+        return ""
+
+    def record_schedule(self, num_clusters: int, *, takes_newcomers: bool = False) -> RecordSchedule:
+        """Return the order in which a job with so many clusters agrees on things.
+
+        Where newcomers may come in, one cluster has outer rounds too, without vectors: they tell who comes.
+        """
         has_others = num_clusters > 1 or self.recluster_every > 0
         return RecordSchedule(
             period=self.period,
             reelect_every=self.reelect_every,
-            has_outer_rounds=has_others,
+            has_outer_rounds=has_others or takes_newcomers,
             averages=has_others and self.will_average,
         )
 
@@ -170,18 +189,22 @@ class ClusteredUpdater(WholeUpdater):
         super().__init__(setting)
         communicator = self.collectives.communicator
         stream = self.collectives.bucket_schedules[0].stream
-        wanted = Inventory(topology=communicator.topology, use=rule.features or None)
+        self._rule = rule
+        self._newcomers = setting.newcomers
+        self._news: MemberNews | None = None
+        self._is_ending = False
         gpu, reads = gpu_of(self.buckets), rule.features is None or len(rule.features) > 0
-        read = partial(read_machine, gpu=gpu) if reads and isinstance(rule.clusters, str | int) else None
-        self.inventory = measure_hosts(self.collectives.control, wanted, read=read)
-        self.clusters: Clusters = agree_on_clusters(self.collectives.control, self.inventory, rule.clusters)
-        self.record_schedule = rule.record_schedule(len(self.clusters))
-        sums = rule.period > 1 and not rule.is_literal and self.record_schedule.has_outer_rounds
+        start: Start = setting.begins_with or self._agree_on_start(gpu=gpu, reads=reads)
+        if not start.keeps_state:
+            self.optimizer.state.clear()
+        self.inventory, self.clusters = start.inventory, start.clusters
+        num_clusters, takes_newcomers = len(self.clusters), setting.newcomers is not None
+        self.record_schedule = rule.record_schedule(num_clusters, takes_newcomers=takes_newcomers)
+        sums = rule.period > 1 and not rule.is_literal and rule.record_schedule(num_clusters).has_outer_rounds
         self._period = Period(forecast_weight=rule.forecast) if sums else None
         self._shape = VectorShape.of(self.buckets)
         self._contributions = Contributions(self._shape) if rule.is_literal else None
-        name = f"clustered update {self.clusters} {self.record_schedule} literal={rule.is_literal}"
-        port = communicator.open_port(name)
+        port = communicator.open_port(f"clustered {self.clusters} {self.record_schedule} literal={rule.is_literal}")
         node = Node(
             job=f"{SEED}/{stream}",
             rank=port.rank,
@@ -190,6 +213,7 @@ class ClusteredUpdater(WholeUpdater):
             mean=mean_of,
             quorum=rule.quorum,
             reclusters=rule.recluster_every > 0,
+            elders=() if setting.newcomers is None else setting.newcomers.elders,
         )
         self._driver = ClusterDriver(
             port,
@@ -199,17 +223,16 @@ class ClusteredUpdater(WholeUpdater):
             stream=stream,
             timeout_s=self.collectives.timeout_s,
             trace=self.collectives.trace,
+            newcomers=setting.newcomers,
         )
         self._position = 0
         self._samples = 0.0
         self._present: Sequence[bool] = ()
-        self._samples_of_period = 0.0
-        self._samples_of_term = 0.0
+        self._samples_of_period = self._samples_of_term = 0.0
         self._pace = Pace(gpu=gpu, reads=reads)
-        self._recluster_every = rule.recluster_every
+        choice = self._choice(communicator.topology)
         self._regrouping = Regrouping(
-            inventory=self.inventory,
-            num_clusters=rule.clusters if isinstance(rule.clusters, int) else None,
+            inventory=self.inventory, num_clusters=choice if isinstance(choice, int) else None
         )
         self._driver.start()
 
@@ -237,15 +260,42 @@ class ClusteredUpdater(WholeUpdater):
         self._samples = 0.0
         self.step_number += 1
 
+    @property
+    def is_at_period_start(self) -> bool:
+        """Whether all ranks have the same parameters, as no batch has been made since they had."""
+        if self._position == 0 or not self.record_schedule.has_outer_rounds:
+            return True
+        return self.record_schedule.levels(self.record_schedule.record(self._position - 1))
+
     def end_period(self) -> None:
         """End the period now, and the term too if parameters are averaged at its end; every rank calls it."""
-        while not self._is_at_start():
+        while not self.is_at_period_start:
             self._batch(0.0, None)
 
     def finish(self) -> None:
         """End what is under way, so that all ranks have the same parameters, and wait until they have."""
+        self._is_ending = True
         self.end_period()
         self._driver.depart(FAREWELL_S)
+
+    def take_news(self) -> MemberNews | None:
+        """Return once what was told of members when all had the same parameters."""
+        news, self._news = self._news, None
+        return news
+
+    def meet(self, control: ControlStream, topology: Topology, num_old: int) -> GrowthAgreement:
+        """Make clusters of all ranks, from what hosts measured when they began, and say whose states are equal."""
+        host = self.inventory.topology.host_of(self.collectives.rank)
+        wanted = replace(self.inventory, topology=topology, measured={})
+        try:
+            features = self.inventory.measured.get(host.name, {})
+            start = Start.agree(control, wanted, self._choice(topology), read=lambda: features)
+        except ConfigurationError as error:  # what divided the machines at the start may not divide these
+            _log.warning("all ranks are one cluster: %s", error)
+            start = Start(inventory=wanted, clusters=(tuple(range(topology.num_ranks)),))
+        steps_alike = not self._rule.will_average  # all step on the mean of all, in each batch
+        kinds = control.all_gather(0 if steps_alike else self._cluster, "clusters before")
+        return GrowthAgreement(groups=start.clusters, begins_with=start.after(kinds[:num_old], control.rank))
 
     def statistics(self) -> ClusteredStatistics:
         """Return the clusters, their servers, the contributions, what this rank sent, and its machine's history."""
@@ -286,14 +336,13 @@ class ClusteredUpdater(WholeUpdater):
         samples, self._samples_of_period = self._samples_of_period, 0.0
         self._pace.end_period()
         own = brought if brought is not None else self._shape.zeros()
-        cluster = next(number for number, ranks in enumerate(self.clusters) if self.collectives.rank in ranks)
         if self._contributions is not None:
-            own = self._contributions.bring(own, cluster, len(self.clusters))
+            own = self._contributions.bring(own, self._cluster, len(self.clusters))
         provided = Provided(samples=samples, payload=own, measurement=self._measurement())
         agreed = self._agree(provided, "exchange of clusters")
         result: Vector | None = agreed.payload
         if self._contributions is not None and result is not None:
-            result = self._contributions.weigh(result, agreed.samples, cluster)
+            result = self._contributions.weigh(result, agreed.samples, self._cluster)
         if self._period is not None:
             return self._period.end(mean, result)
         return mean if result is None else result
@@ -317,7 +366,7 @@ class ClusteredUpdater(WholeUpdater):
     def _is_regrouping(self) -> bool:
         """Whether the term of the next record is one after which clusters may be made anew."""
         term = self.record_schedule.record(self._position).term
-        return self._recluster_every > 0 and (term + 1) % self._recluster_every == 0
+        return self._rule.recluster_every > 0 and (term + 1) % self._rule.recluster_every == 0
 
     def _measurement(self) -> Measurement:
         """Return what this rank's machine measured in past periods, where clusters may follow from it."""
@@ -343,8 +392,32 @@ class ClusteredUpdater(WholeUpdater):
             if self._period is not None:
                 self._period.forget()
 
+    @property
+    def _cluster(self) -> int:
+        """The number of this rank's cluster."""
+        return next(number for number, ranks in enumerate(self.clusters) if self.collectives.rank in ranks)
+
+    def _agree_on_start(self, *, gpu: int | None, reads: bool) -> Start:
+        """Return the clusters of a job that begins."""
+        wanted = Inventory(topology=self.collectives.communicator.topology, use=self._rule.features or None)
+        read = partial(read_machine, gpu=gpu) if reads and isinstance(self._rule.clusters, str | int) else None
+        return Start.agree(self.collectives.control, wanted, self._choice(wanted.topology), read=read)
+
+    def _choice(self, topology: Topology) -> ClusterChoice:
+        """Return which clusters the user wants; where machines come and go, no more than there are."""
+        wanted = self._rule.clusters
+        return min(wanted, len(topology.hosts)) if self._newcomers is not None and isinstance(wanted, int) else wanted
+
+    def _tell_of_members(self, newcomers: Newcomers) -> tuple[int, ...]:
+        """Return what this rank tells of newcomers, and of who is lost."""
+        living, flags = self._driver.living, NO_FLAGS if self._is_ending else newcomers.flags()
+        lost = (rank for rank in range(self.collectives.world_size) if rank not in living)
+        return (self.collectives.rank, *flags, *lost)
+
     def _agree(self, provided: Provided, phase: str) -> Agreed:
         """Provide what the next record needs, wait for it, and return it."""
+        if self._newcomers is not None and self.record_schedule.levels(self.record_schedule.record(self._position)):
+            provided = replace(provided, told=self._tell_of_members(self._newcomers))
         start_s = time.monotonic()
         self._driver.provide(provided)
         record, agreed = self._driver.wait(phase)
@@ -356,13 +429,10 @@ class ClusteredUpdater(WholeUpdater):
             self._samples_of_term += agreed.samples[0]
         if agreed.clusters:
             self._move(agreed)
+        if agreed.told:
+            _, begun, decided, *lost = agreed.told
+            self._news = MemberNews(flags=(begun, decided), lost=tuple(lost))
         return agreed
-
-    def _is_at_start(self) -> bool:
-        if self._position == 0 or not self.record_schedule.has_outer_rounds:
-            return True
-        last = self.record_schedule.record(self._position - 1)
-        return last.kind is (Kind.AVERAGE if self.record_schedule.averages else Kind.RESULT)
 
     def _own_gradients(self) -> Vector:
         own = self._shape.empty()

@@ -141,6 +141,7 @@ class Member:
             index=record.index,
             samples=provided.samples,
             measurement=provided.measurement,
+            told=provided.told,
             payload=payload,
         )
         return [(server, message)]
@@ -182,14 +183,19 @@ class OuterRound:
         provided: Provided,
         *,
         measurements: Mapping[int, Measurement],
+        told: tuple[int, ...],
         has_result: bool,
     ) -> None:
+        """``told`` is what the cluster's lowest rank tells of the job's members."""
         self.record = record
         self.has_result = has_result
         self._view = view
         self._cluster = view.own_cluster(record.term)
         self.clusters: Clusters = ()
         """Those of the next term, as the first participant proposed; none: the same."""
+        self.told_to_all: tuple[int, ...] = ()
+        """What the lowest rank of all tells of the job's members."""
+        self._told = told
         self._provided = provided
         self._measurements = tuple(sorted(measurements.items()))
         self._announced: Participants | None = None
@@ -224,6 +230,7 @@ class OuterRound:
             has_result=self.has_result,
             measurements=self._measurements,
             clusters=self._provided.clusters,
+            told=self._told,
         )
         self.hear(ready)
         return abandoned, [(server, ready) for _, server in participants if server != self._view.rank]
@@ -245,6 +252,7 @@ class OuterRound:
         if holders:
             return [], [servers[cluster] for cluster in lacking] if self._cluster == holders[0] else []
         self.clusters = said[self._announced[0][0]].clusters
+        self.told_to_all = min(said[cluster].told for cluster in servers)
         samples = tuple(said[cluster].samples for cluster in servers)
         payload = self._provided.payload
         self._running = Run(record=self.record, participants=self._announced, samples=samples, payload=payload)
@@ -334,8 +342,10 @@ class Server:
             return
         samples_of = {cluster: amount for (cluster, _), amount in zip(run.participants, run.samples, strict=True)}
         samples = tuple(samples_of.get(cluster, 0.0) for cluster in range(len(self._view.clusters(self.term))))
-        clusters = outer_round.clusters
-        self._hand_out(Agreed(term=self.term, index=index, samples=samples, clusters=clusters, payload=payload))
+        clusters, told = outer_round.clusters, outer_round.told_to_all
+        self._hand_out(
+            Agreed(term=self.term, index=index, samples=samples, clusters=clusters, told=told, payload=payload)
+        )
 
     def advance(self) -> None:
         """Go as far as what is known allows."""
@@ -416,6 +426,7 @@ class Server:
             record,
             self._member.provided[record.index],
             measurements={rank: message.measurement for rank, message in contributions.items() if message.measurement},
+            told=min((message.told for message in contributions.values()), default=()),
             has_result=has_result,
         )
         self._outer_rounds[record.index] = outer_round

@@ -1,12 +1,14 @@
-"""One rank of a job with the overlapped update that loses ranks and takes newcomers in.
+"""One rank of a job that loses ranks and takes newcomers in where a period ends.
 
 ``newcomer_process.py FOLDER PLAN``: PLAN is JSON: how many are ``members`` at the start (the other processes are
 newcomers), at which step members ``leave`` (killed by themselves), after which step newcomers ``come`` (a process's
 number: the step; 0: when a switch was begun), how many of them at least ``together``, who is the ``door``
 that writes where it listens into their pipes, where in a switch processes ``die``, or ``miss`` the others
-(``meeting_port``: of a store that tells who has met), and what a newcomer does otherwise (``alters``). All end when
+(``meeting_port``: of a store that tells who has met), what a newcomer does otherwise (``alters``), and what the rule is
+(``rule``: "clustered", with ``settings``; else the overlapped update), on which of some ``hosts``. All end when
 periods have ended as often as ``last`` says since the last switch, of so many (``switches``). Each tells, when a period
-has ended, the iteration, the members, its parameters, its rate, and how many steps its optimizer has counted.
+has ended, the iteration, the members, its parameters, its rate, how many steps its optimizer has counted, and the sum
+of its moments.
 """
 
 from __future__ import annotations
@@ -42,6 +44,13 @@ def optimizer_of(model: nn.Module, kind: str, lr: float) -> torch.optim.Optimize
     return torch.optim.Adam(parameters, lr=lr) if kind == "adam" else torch.optim.SGD(parameters, lr=lr)
 
 
+def rule_of(plan: dict[str, Any], alters: dict[str, int]) -> syncline.Overlapped | syncline.Clustered:
+    period = alters.get("period", PERIOD)
+    if plan.get("rule") == "clustered":
+        return syncline.Clustered(**{"period": period, "features": ()} | plan.get("settings", {}))
+    return syncline.Overlapped(period=period, bucket_bytes=512, max_staleness=plan.get("max_staleness", 0))
+
+
 def count_switches() -> list[int]:
     """Return what grows by one with each switch that this process begins."""
     switch, begun = FleetGrowth._switch, [0]
@@ -63,20 +72,22 @@ def tell_end(optimizer: Any, fleet: syncline.Fleet) -> None:
     parameters = [value for group in optimizer.param_groups for value in group["params"]]
     values = nn.utils.parameters_to_vector(parameters).tolist()
     counted = optimizer.inner.state.get(parameters[0], {})
-    tell([optimizer.iteration, fleet.members, values, optimizer.param_groups[0]["lr"], int(counted.get("step", 0))])
+    moments = sum(float(state["exp_avg"].sum()) for state in optimizer.inner.state.values() if "exp_avg" in state)
+    rate, num_counted = optimizer.param_groups[0]["lr"], int(counted.get("step", 0))
+    tell([optimizer.iteration, fleet.members, values, rate, num_counted, moments])
 
 
 def main(folder: Path, plan: dict[str, Any]) -> None:
     own = int(os.environ["RANK"])
     prepare(plan, own)
+    if "hosts" in plan:
+        os.environ["SYNCLINE_HOST"] = plan["hosts"][own]
     begun = count_switches()
     fleet = start(folder, plan, own)
     alters, is_newcomer = plan.get("alters", {}).get(str(own), {}), own >= plan["members"]
     model = model_of(own, alters.get("width", 32))  # newcomers and members begin with other values
     optimizer = optimizer_of(model, plan.get("optimizer", "sgd"), 0.5 if is_newcomer else 0.05)
-    staleness = plan.get("max_staleness", 0)
-    rule = syncline.Overlapped(period=alters.get("period", PERIOD), bucket_bytes=512, max_staleness=staleness)
-    model, distributed = syncline.distribute(model, optimizer, rule, elastic=True)
+    model, distributed = syncline.distribute(model, optimizer, rule_of(plan, alters), elastic=True)
     changes: list[syncline.MembershipChange] = []
     distributed.on_membership_change(changes.append)
     distributed.offer_extra(lambda: {"from": own})
