@@ -52,19 +52,17 @@ class GroupCalls:
     """Whether calls come through the dispatcher of C++, which shows them to profilers."""
 
     def allreduce(self, tensors: Any, opts: Any = None) -> CallWork:
-        """Reduce a tensor over all ranks, in place; several become what is made of all of them, as with gloo."""
-        several, settings = _list(tensors, "allreduce"), _settings(opts, c10d.AllreduceOptions)
+        """Reduce a tensor over all ranks, in place."""
+        tensor, settings = _only(tensors, "allreduce"), _settings(opts, c10d.AllreduceOptions)
         collectives, op, how = self.state.collectives, settings.reduceOp, self._count(settings)
-        kept = collectives.find_kept(several[0], op.op) if how["is_awaited"] and len(several) == 1 else None
-        if kept is not None and kept.make(several[0], how["timeout_s"]):
-            return self._begun(OVER, several)
-        if len(several) > 1:
-            work = collectives.all_reduce_several(several, op, **how)
-        elif several[0].layout is not torch.strided:
-            work = all_reduce_sparse(collectives, several[0], op, num_ranks=self.state.communicator.world_size, **how)
+        kept = collectives.find_kept(tensor, op.op) if how["is_awaited"] else None
+        if kept is not None and kept.make(tensor, how["timeout_s"]):
+            return self._begun(OVER, [tensor])
+        if tensor.layout is not torch.strided:
+            work = all_reduce_sparse(collectives, tensor, op, num_ranks=self.state.communicator.world_size, **how)
         else:
-            work = collectives.all_reduce(several[0], op, **how)
-        return self._begun(work, several, settings)
+            work = collectives.all_reduce(tensor, op, **how)
+        return self._begun(work, [tensor], settings)
 
     _all_reduce = allreduce  # which shows profilers nothing
 
@@ -78,32 +76,26 @@ class GroupCalls:
         return self._begun(work, several, settings)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> CallWork:
-        """Give all ranks a tensor of the root; of several of one size, all become the one that ``rootTensor`` names."""
-        several = _list(tensors, "broadcast")
+        """Give all ranks a tensor of the root."""
         settings = _settings(opts, c10d.BroadcastOptions, "rootRank")
-        place = settings.rootRank, settings.rootTensor
-        work = self.state.collectives.broadcast_several(several, *place, **self._count(settings))
-        return self._begun(work, several, settings)
+        tensor = _only_with_root(tensors, settings, "broadcast")
+        work = self.state.collectives.broadcast(tensor, settings.rootRank, **self._count(settings))
+        return self._begun(work, [tensor], settings)
 
     def reduce(self, tensors: Any, opts: Any = None) -> CallWork:
         """Reduce a tensor over all ranks, into that of the root."""
-        tensor, settings = _only(tensors, "reduce"), _settings(opts, c10d.ReduceOptions, "rootRank")
-        if settings.rootTensor:
-            raise ConfigurationError(f"reduce takes one tensor, so rootTensor is 0, not {settings.rootTensor}")
+        settings = _settings(opts, c10d.ReduceOptions, "rootRank")
+        tensor = _only_with_root(tensors, settings, "reduce")
         where, op = settings.rootRank, settings.reduceOp
         work = self.state.collectives.reduce(tensor, where, op, **self._count(settings))
         return self._begun(work, [tensor], settings)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> CallWork:
-        """Gather the tensor of each rank on all ranks; sizes may differ. Several of each, of one size, as with gloo."""
-        lists, several = _lists(outputs), _list(inputs, "allgather")
+        """Gather the tensor of each rank on all ranks; sizes may differ."""
+        source, wanted = _only(inputs, "allgather"), _own_list(outputs, "allgather")
         settings = _settings(opts, c10d.AllgatherOptions)  # type: ignore[attr-defined]
-        collectives, how = self.state.collectives, self._count(settings)
-        if len(several) > 1 or len(lists) != 1:
-            work = collectives.all_gather_several(lists, several, **how)
-        else:
-            work = collectives.all_gather(lists[0], several[0], **how)
-        return self._begun(work, _flat(lists), settings)
+        work = self.state.collectives.all_gather(wanted, source, **self._count(settings))
+        return self._begun(work, wanted, settings)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> CallWork:
         """Gather several tensors of all ranks: the first index of ``outputs`` is the rank, the second the tensor."""
@@ -327,8 +319,14 @@ def _flat(lists: Any) -> list[torch.Tensor]:
 def _only(tensors: Any, call: str) -> torch.Tensor:
     several = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     if len(several) != 1:
-        raise ConfigurationError(f"{call} takes one tensor in a list, not {len(several)}")
+        raise ConfigurationError(f"{call} takes one tensor in a list, not {len(several)}; make a call for each")
     return several[0]
+
+
+def _only_with_root(tensors: Any, settings: Any, call: str) -> torch.Tensor:
+    if settings.rootTensor:
+        raise ConfigurationError(f"{call} takes one tensor, so rootTensor is 0, not {settings.rootTensor}")
+    return _only(tensors, call)
 
 
 def all_reduce_sparse(

@@ -163,22 +163,6 @@ class TensorCollectives:
         work = TensorWork.together([self.all_reduce(tensor, op, **settings) for tensor in apart])
         return work if apart is tensors else work.then(lambda: _put_all(apart, tensors))
 
-    def all_reduce_several(self, tensors: Tensors, op: ReduceOp, **settings: Unpack[BasicSettings]) -> TensorWork:
-        """Make each of ``tensors``, all of one size, what ``op`` makes of all of them on all ranks together."""
-        check_tensors("allreduce", tensors)
-        _check_same_size("allreduce", tensors)
-        reduction = reduction_of(op, tensors[0].dtype, self._num_ranks)
-        if reduction.prepare is not None or reduction.finish is not None:
-            raise ConfigurationError(
-                f"allreduce makes one of several tensors, and {reduction.meaning} does not say how to count them; "
-                "call allreduce_coalesced, which reduces each by itself"
-            )
-        total = host_memory_of(tensors[0]).clone(memory_format=torch.contiguous_format)
-        for tensor in tensors[1:]:
-            reduction.reduction.add(bytes_of(total), bytes_of(host_memory_of(tensor)))
-        work = self.all_reduce(total, op, **settings)
-        return work.then(lambda: _put_all([total] * len(tensors), tensors))
-
     def reduce(
         self,
         tensor: torch.Tensor,
@@ -269,22 +253,6 @@ class TensorCollectives:
         is_result = root != self._rank
         return TensorWork([work], lambda: put_back(host, tensor) if is_result else None)
 
-    def broadcast_several(
-        self, tensors: Tensors, root: int, root_tensor: int, **settings: Unpack[BasicSettings]
-    ) -> TensorWork:
-        """Make each of ``tensors``, all of one size, the one of ``root`` with the index ``root_tensor``."""
-        check_tensors("broadcast", tensors)
-        _check_same_size("broadcast", tensors)
-        if not 0 <= root_tensor < len(tensors):
-            raise ConfigurationError(
-                f"broadcast: rootTensor is the index of one of {len(tensors)} tensors, not {root_tensor}"
-            )
-        chosen = tensors[root_tensor]
-        work = self.broadcast(chosen, root, **settings)
-        if len(tensors) == 1:
-            return work
-        return work.then(lambda: _put_all([chosen] * len(tensors), tensors))
-
     def all_gather(self, outputs: Tensors, tensor: torch.Tensor, **settings: Unpack[BasicSettings]) -> TensorWork:
         """Make ``outputs[k]``, of the size of rank k's ``tensor``, that tensor; sizes may differ from rank to rank.
 
@@ -315,29 +283,6 @@ class TensorCollectives:
         if (staged := self._staged_for(output, source)) is not None:
             return staged.all_gather(output, source, timeout_s=settings.get("timeout_s"))
         return self._all_gather(output, source, (), **settings)
-
-    def all_gather_several(
-        self, outputs: Sequence[Tensors], tensors: Tensors, **settings: Unpack[BasicSettings]
-    ) -> TensorWork:
-        """Make each of ``outputs`` all tensors of rank 0, then those of rank 1, ...; all are of one size."""
-        number = len(tensors)
-        if len(outputs) != number or any(len(one) != number * self._num_ranks for one in outputs):
-            raise ConfigurationError(
-                f"allgather of {number} tensors needs {number} lists of {number * self._num_ranks} outputs, for each "
-                f"tensor of each rank, not lists of {', '.join(str(len(one)) for one in outputs)}; pass them to "
-                "allgather_coalesced to gather each by itself"
-            )
-        every = [*tensors, *(one for several in outputs for one in several)]
-        check_tensors("allgather", every)
-        _check_same_size("allgather", every)
-        first = outputs[0]
-        works = [self.all_gather(first[place::number], one, **settings) for place, one in enumerate(tensors)]
-
-        def copy() -> None:
-            for several in outputs[1:]:
-                _put_all(first, several)
-
-        return TensorWork.together(works).then(copy)
 
     def all_gather_coalesced(
         self,
