@@ -5,7 +5,7 @@
 
 On each shipped topology, and for each of three models (``advise_lab_rank.py``), every rule that ``advise`` names trains
 in the lab, one after the other in one job. A row is written for each as its job ends; jobs whose rows are there are not
-made again. The latency of a topology is left out of both, as the lab does not emulate it.
+made again. The latency of a topology is left out of both.
 
 The processors of one machine stand for those of all hosts (``--one-machine``). What the emulated network takes of them
 ``advise`` leaves out: fast networks are emulated in slow motion, with rates divided and computing multiplied by the

@@ -8,7 +8,7 @@ time after every fourth step, which costs a millisecond, and their mean is judge
 the training would let rounds go on that a step has to wait for. A step computes for at least ``COMPUTE_S``, as it does
 in predictions, of which all but the passes themselves is slept: eight ranks share the processors of one machine. These
 are too few for passes of 0.1 s; ``--slowly N`` trains in slow motion, with rates divided and computing multiplied by N,
-predictions too. The latency of a topology is left out of both, as the lab does not emulate it.
+predictions too. The latency of a topology is left out of both.
 """
 
 from __future__ import annotations

@@ -50,8 +50,10 @@ def test_a_host_alone_talks_to_itself():
 
 
 def test_what_cannot_be_emulated_is_told():
-    notes = plan(Topology.load("two-sites")).notes()
-    assert notes == ("The lab emulates rates, not latency: that of site-a, site-b is left out.",)
+    assert plan(Topology.load("two-sites")).notes() == ()
+    without = plan_lab(Topology.load("two-sites"), lab_id="abc123", network=NETWORK, has_latency=False)
+    assert without.notes() == ("The latency of site-a, site-b is left out: /dev/net/tun cannot be opened here.",)
+    assert without.late_interfaces == ()
     assert plan(Topology.load("flat-8")).notes() == ()
     local = plan(Topology.parse("host: box\nranks: 9\nlocal: 1 GB/s\n")).notes()
     names = "rank 0, rank 1, rank 2, rank 3 and 5 more"
@@ -84,6 +86,24 @@ def test_building_makes_namespaces_first_and_never_touches_the_machines_own():
     assert all(batch.namespace is not None for batch in batches[1:])
     limits = [line for batch in batches if batch.program == "tc" for line in batch.lines if "classid 1:1 " in line]
     assert len(limits) == 2 * len(plan(Topology.load("deep-asymmetric")).links)
+
+
+def test_links_with_a_latency_are_made_by_who_holds_packets_back():
+    lab = plan(
+        Topology.parse(
+            "switch: s\nchildren:\n"
+            "  - {host: h0, uplink: {rate: 1 Gbit/s, latency: 2 ms}}\n"
+            "  - {switch: t, uplink: {rate: 1 Gbit/s, latency: 5 ms}, children: [{host: h1, uplink: 1 Gbit/s}]}\n"
+        )
+    )
+    assert lab.late_interfaces == (("ld0", "d0", 0.002), ("ld1", "d1", 0.005))
+    _, switches, *_ = building_batches(lab, QueueSettings())
+    made = [line for line in switches.lines if "veth" in line or "link set dev ld" in line]
+    assert made == [
+        "link set dev ld0 name eth0 netns syncline-abc123.h0",
+        "link set dev ld1 name u1 netns syncline-abc123._switches",
+        "link add name d2 type veth peer name eth0 netns syncline-abc123.h1",
+    ]
 
 
 def test_sockets_are_inside_a_host_and_their_rates_are_left_out():

@@ -53,8 +53,8 @@ def test_lines_get_the_name_of_their_host():
 
 
 def test_the_user_is_told_what_is_left_out():
-    _, _, _, reports = run_here("pass", Topology.load("two-sites"))
-    assert reports == ["The lab emulates rates, not latency: that of site-a, site-b is left out."]
+    _, _, _, reports = run_here("pass", Topology.parse("host: box\nranks: 2\nlocal: 1 GB/s\n"))
+    assert reports == ["Ranks of one host talk over its loopback: the rates of rank 0, rank 1 are left out."]
 
 
 def test_the_first_failure_is_the_status_and_is_told():

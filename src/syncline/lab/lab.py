@@ -12,11 +12,13 @@ from types import TracebackType
 from typing import Any, Self, TypedDict
 
 from syncline.errors import LabError
+from syncline.lab import latency
 from syncline.lab.plan import LabPlan, building_batches, choose_network, plan_lab
 from syncline.lab.programs import (
     check_congestion,
     check_machine,
     check_packet_filters,
+    hold_back,
     interface_bytes,
     queue_drops,
     resent_segments,
@@ -42,8 +44,8 @@ class LabSettings(TypedDict, total=False):
 class Lab:
     """A real network on one Linux machine: a namespace for each host, a bridge for each switch, limits on each link.
 
-    Needs root, `ip` and `tc`. Rates are emulated, latencies are not (``notes`` says what is left out). Use it as a
-    context manager: at the end every process that runs in it is killed, and everything is removed::
+    Needs root, `ip` and `tc`. Rates are emulated, and latencies of links between hosts (``notes`` says what is left
+    out). Use it as a context manager: at the end every process that runs in it is killed, and everything is removed::
 
         with Lab(Topology.load("two-racks-5-3")) as lab:
             process = lab.spawn("h0", ["python", "train.py"])
@@ -124,8 +126,11 @@ class Lab:
             congestion=self._congestion,
         )
         try:
-            plan = plan_lab(self.topology, lab_id=record.lab_id, network=network)
-            for batch in building_batches(plan, self._queues, self._congestion):
+            plan = plan_lab(self.topology, lab_id=record.lab_id, network=network, has_latency=latency.is_possible())
+            namespaces, *others = building_batches(plan, self._queues, self._congestion)
+            run_batch(namespaces)
+            hold_back(plan.switch_namespace, plan.late_interfaces)
+            for batch in others:
                 run_batch(batch)
             if not self._has_packet_filters:
                 skip_packet_filters(plan.switch_namespace)

@@ -1,8 +1,9 @@
 """What a lab is made of: namespaces, bridges, veth pairs and addresses, and the commands that build them, in order.
 
 All is computed from a topology, and nothing is run here. Each host is a network namespace. All switches are bridges in
-one more namespace, so that the machine's own namespace sees nothing of the lab. Each link is a veth pair; what leaves
-its lower end goes up, what leaves its upper end goes down.
+one more namespace, so that the machine's own namespace sees nothing of the lab. Each link is a veth pair, or, if it has
+a latency, a pair of interfaces between which a process (:mod:`.latency`) passes packets on; what leaves its lower end
+goes up, what leaves its upper end goes down.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import ipaddress
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from syncline.errors import LabError
+from syncline.lab.latency import DEVICE
 from syncline.lab.programs import Batch
 from syncline.lab.queues import QueueSettings, limit_commands
 from syncline.topology import Host, Link, Node, Rank, Socket, Switch, Topology
@@ -40,15 +42,22 @@ class LabHost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabLink:
-    """A link: a veth pair. The lower end is in the child's namespace, the upper end in the switches' namespace."""
+    """A link: a pair of interfaces. The lower end is in the child's namespace, the upper one in the switches'."""
 
     child: str
     link: Link
+    latency_s: float
+    """That of each direction; 0 where none is emulated."""
     lower_namespace: str
     lower_interface: str
     lower_bridge: str | None
     upper_interface: str
     upper_bridge: str
+
+    @property
+    def first_lower_interface(self) -> str:
+        """What the lower end is called until it is where it belongs, if the link has a latency."""
+        return f"l{self.upper_interface}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +77,12 @@ class LabPlan:
     def namespaces(self) -> tuple[str, ...]:
         """All namespaces of the lab."""
         return (self.switch_namespace, *(host.namespace for host in self.hosts))
+
+    @property
+    def late_interfaces(self) -> tuple[tuple[str, str, float], ...]:
+        """Both ends of each link that has a latency, as they are first called, and that latency in seconds."""
+        late = (link for link in self.links if link.latency_s)
+        return tuple((link.first_lower_interface, link.upper_interface, link.latency_s) for link in late)
 
     def host(self, name: str) -> LabHost:
         """Return the host of that name."""
@@ -91,18 +106,18 @@ class LabPlan:
 
     def notes(self) -> tuple[str, ...]:
         """Return what of the topology this lab cannot emulate, in sentences for the user."""
-        late = [name for name, link in self.topology.links() if link.latency_s]
+        late = [link.child for link in self.links if link.link.latency_s and not link.latency_s]
         nodes = (node for node in self.topology.walk() if isinstance(node, Rank | Socket))
         local = [node.name for node in nodes if node.link != Link.unlimited()]
         notes = []
         if late:
-            notes.append(f"The lab emulates rates, not latency: that of {_list_names(late)} is left out.")
+            notes.append(f"The latency of {_list_names(late)} is left out: {DEVICE} cannot be opened here.")
         if local:
             notes.append(f"Ranks of one host talk over its loopback: the rates of {_list_names(local)} are left out.")
         return tuple(notes)
 
 
-def plan_lab(topology: Topology, *, lab_id: str, network: ipaddress.IPv4Network) -> LabPlan:
+def plan_lab(topology: Topology, *, lab_id: str, network: ipaddress.IPv4Network, has_latency: bool = True) -> LabPlan:
     """Give every node its namespace, interfaces and address."""
     if len(topology.hosts) > network.num_addresses - 2:
         raise LabError(
@@ -114,6 +129,7 @@ def plan_lab(topology: Topology, *, lab_id: str, network: ipaddress.IPv4Network)
     namespace = _namespace(lab_id, _SWITCHES)
     nodes = [node for node in topology.walk() if isinstance(node, Switch | Host) and node.link is not None]
     links = (_plan_link(node, index, topology, bridges, namespace, lab_id) for index, node in enumerate(nodes))
+    links = (link if has_latency else replace(link, latency_s=0.0) for link in links)
     return LabPlan(
         lab_id=lab_id,
         topology=topology,
@@ -160,6 +176,7 @@ def _plan_link(
     return LabLink(
         child=node.name,
         link=node.link,
+        latency_s=node.link.latency_s,
         lower_namespace=_namespace(lab_id, node.name) if is_host else switch_namespace,
         lower_interface=HOST_INTERFACE if is_host else f"u{index}",
         lower_bridge=None if is_host else bridges[node.name],
@@ -203,8 +220,11 @@ def _switch_lines(plan: LabPlan) -> Iterator[str]:
         yield f"link set dev {bridge} addrgenmode none"
         yield f"link set dev {bridge} up"
     for link in plan.links:
-        peer = f"{link.lower_interface} netns {link.lower_namespace}"
-        yield f"link add name {link.upper_interface} type veth peer name {peer}"
+        lower = f"{link.lower_interface} netns {link.lower_namespace}"
+        if link.latency_s:
+            yield f"link set dev {link.first_lower_interface} name {lower}"
+        else:
+            yield f"link add name {link.upper_interface} type veth peer name {lower}"
         yield from _port_lines(link.upper_interface, link.upper_bridge)
         if link.lower_bridge is not None:
             yield from _port_lines(link.lower_interface, link.lower_bridge)

@@ -8,12 +8,14 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from syncline.errors import LabError
+from syncline.lab import latency
 
 NAMESPACE_FOLDER = Path("/run/netns")
 _TIMEOUT_S = 60.0
@@ -27,6 +29,7 @@ _REMEDIES = (  # in the failed command, in what the program said, what is missin
     (r" bfifo", r"kind is unknown|No such file", "the byte queue", "CONFIG_NET_SCH_FIFO"),
     (r" pfifo", r"kind is unknown|No such file", "the packet queue", "CONFIG_NET_SCH_FIFO"),
     (r" u32", r"not found|No such file", "the u32 classifier", "CONFIG_NET_CLS_U32, modprobe cls_u32"),
+    (r"latency", r"TAP interface", "TAP interfaces", "CONFIG_TUN, modprobe tun; or leave latency out of the topology"),
     (r"netns", r"Invalid argument|not implemented", "network namespaces", "CONFIG_NET_NS"),
 )
 
@@ -69,6 +72,13 @@ def run_program(*argv: str) -> str:
     if result.returncode:
         raise explain_failure(" ".join(argv), result.stderr)
     return result.stdout
+
+
+def hold_back(namespace: str, links: Sequence[tuple[str, str, float]]) -> None:
+    """Make pairs of interfaces in a namespace, and leave a process in it that passes packets on, late by seconds."""
+    if links:
+        program = (sys.executable, "-I", "-S", latency.__file__)
+        run_program("ip", "netns", "exec", namespace, *program, json.dumps(links))
 
 
 def skip_packet_filters(namespace: str) -> None:
