@@ -252,6 +252,7 @@ CALLS: dict[str, Callable[[World], Right]] = {
     "syncline.Topology.parent_of": lambda world: (TOPOLOGY.parent_of, {"name": "h0"}),
     "syncline.Topology.bytes_per_s": lambda world: (TOPOLOGY.bytes_per_s, {"link": DirectedLink("h0", "up")}),
     "syncline.Topology.path": lambda world: (TOPOLOGY.path, {"rank": 0}),
+    "syncline.Topology.round_trip_s": lambda world: (TOPOLOGY.round_trip_s, {"one": 0, "other": 7}),
     "syncline.Topology.route": lambda world: (TOPOLOGY.route, {"source": 0, "destination": 7}),
     "syncline.Topology.permuted": lambda world: (TOPOLOGY.permuted, {"order": list(range(8))}),
     "syncline.Topology.matched": lambda world: (TOPOLOGY.matched, {"hosts": [f"h{k}" for k in range(8)]}),

@@ -127,7 +127,7 @@ def test_each_route_has_its_own_sizes():
 
 
 def shares(name, peer, rank):
-    topology = Topology.load(name)
+    topology = name if isinstance(name, Topology) else Topology.load(name)
     sizes = fit_grants(FabricOptions(), rank=rank, world_size=topology.num_ranks, topology=topology)
     return [share.part_bytes for share in sizes["shares"][peer]]
 
@@ -136,5 +136,39 @@ def test_receivers_behind_a_slow_link_share_fifteen_milliseconds_of_it():
     assert shares("two-racks-5-3", 0, 5) == [125_000, 125_000], "25 MB/s, three receivers: the rack's link and its own"
     assert shares("two-racks-5-3", 5, 0) == [75_000, 75_000]
     assert shares("two-racks-5-3", 0, 1) == [], "no link between switches lies on the way"
-    assert shares("two-sites", 0, 4) == [32 * KIB] * 2, "never less than the smallest chunk"
+    slow = Topology.parse(Topology.load("two-sites").to_yaml().replace(", latency: 10 ms", ""))
+    assert shares(slow, 0, 4) == [32 * KIB] * 2, "never less than the smallest chunk"
     assert shares("flat-8", 0, 1) == []
+
+
+SITES = """
+switch: wide-area
+children:
+  - {switch: a, uplink: {rate: 200 Mbit/s, latency: 10 ms}, children: [{host: "a[0-1]", uplink: 1 Gbit/s}]}
+  - {switch: b, uplink: {rate: 100 Mbit/s, latency: 5 ms}, children: [{host: "b[0-1]", uplink: 1 Gbit/s}]}
+  - {host: c, uplink: 1 Gbit/s}
+"""
+
+
+def test_what_a_route_carries_in_a_round_trip_is_under_way_beside_the_window():
+    topology = Topology.parse(SITES)
+    sizes = fit_grants(FabricOptions(), rank=0, world_size=5, topology=topology)
+    near_bytes, far_bytes, from_c_bytes = 1_250_000, 12_500_000 * 0.030, 25_000_000 * 0.020
+    assert sizes["window"].most_bytes == near_bytes + far_bytes + from_c_bytes, "each slow link counts once"
+    assert sizes["sender_bytes"] == {
+        0: near_bytes + far_bytes + from_c_bytes,
+        1: near_bytes,
+        **dict.fromkeys((2, 3), 125_000 + far_bytes),
+        4: 250_000 + from_c_bytes,
+    }
+    up, down = sizes["shares"][2]
+    assert (up.part_bytes, up.target_s) == (12_500_000 * 0.045 // 3, 0.050)
+    assert (down.part_bytes, down.target_s) == (25_000_000 * 0.045 // 2, 0.050), "the longest way over it counts"
+    assert (up.most_bytes, down.most_bytes) == (12_500_000 * 0.045, 25_000_000 * 0.045)
+
+
+def test_what_is_far_is_bounded_by_the_rate_of_the_own_link():
+    uplink = "{rate: 1 Gbit/s, latency: 10 ms}"
+    sites = [f"{{switch: s{k}, uplink: {uplink}, children: [{{host: h{k}, uplink: 1 Gbit/s}}]}}" for k in range(4)]
+    topology = Topology.parse(f"{{switch: w, children: [{', '.join(sites)}]}}")
+    assert window(topology) == 125_000_000 * (0.010 + 0.040)

@@ -105,7 +105,10 @@ def test_slices_follow_what_the_links_reduce_and_the_number_of_ranks():
     assert sizes(Topology.load("two-racks-5-3")) == (500_000, 2_000_000), "25 MB/s for 20 ms"
     three_racks = 9 * (32 << 10)
     assert sizes(Topology.load("three-racks-uneven-uplinks")) == (three_racks, 4 * three_racks), "no less for a rank"
-    assert sizes(Topology.load("two-sites")) == (256 << 10, 1 << 20), "no smaller, however slow the link is"
+    slow = Topology.parse(Topology.load("two-sites").to_yaml().replace(", latency: 10 ms", ""))
+    assert sizes(slow) == (256 << 10, 1 << 20), "no smaller, however slow the link is"
+    far = Topology.load("two-sites")
+    assert sizes(far) == (256 << 10, (1 << 20) + 300_000), "and what 2.5 MB/s carry in six times 20 ms"
     assert sizes(Topology.load("flat-8")) == (1_428_571, 4 * 1_428_571), "125 MB/s for 7/4 of the data"
     assert sizes(Topology.flat(4, rate=12.5e9)) == (2 << 20, 8 << 20)
     assert sizes(Topology.flat(100, rate=125e6)) == (100 << 15, 4 * 100 << 15)

@@ -36,7 +36,7 @@ from syncline.fabric.slice_executor import (
     SliceExecutor,
     Slices,
 )
-from syncline.fabric.sockets import busy_seconds, lost_bytes, mark
+from syncline.fabric.sockets import busy_seconds, lost_bytes, mark, round_trip_seconds
 
 SENT, RECEIVED, FRAME, MISMATCH, UNREADABLE, BROKEN, VIOLATION, ALL_ENDED, ALL_CLOSED, DRAINED, DONE = range(1, 12)
 FAULT, SUSPENDED = 12, 13
@@ -299,6 +299,7 @@ class PeerTransport:
                     peer=self._peer,
                     busy_s=busy_seconds(sockets[entry[0]]) if entry[0] in sockets else 0.0,
                     lost_bytes=lost_bytes(sockets[entry[0]]) if entry[0] in sockets else 0,
+                    round_trip_s=round_trip_seconds(sockets[entry[0]]) if entry[0] in sockets else 0.0,
                     **dict(zip(names, entry, strict=True)),
                 )
                 for entry in counters

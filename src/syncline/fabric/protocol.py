@@ -52,6 +52,8 @@ class ConnectionStatistics(ClassStatistics):
     """The same counters of one connection, to one peer."""
 
     peer: int
+    round_trip_s: float = 0.0
+    """The shortest way there and back in the last minutes, from kernel to kernel; 0 where nobody tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,14 @@ class FabricStatistics:
             here = [connection for connection in self.connections if connection.connection_class == number]
             sums = {name: sum(getattr(connection, name) for connection in here) for name in names}
             found[number] = ClassStatistics(connection_class=number, **sums)
+        return found
+
+    def round_trips(self) -> dict[int, float]:
+        """Return the seconds to each peer and back, of those of which kernels tell."""
+        found: dict[int, float] = {}
+        for each in self.connections:
+            if each.round_trip_s:
+                found[each.peer] = min(each.round_trip_s, found.get(each.peer, each.round_trip_s))
         return found
 
     @property

@@ -12,12 +12,15 @@ their way lasts a window.
 A link between switches is drawn over by all ranks on its far side. What they have under way on it together lasts about
 SHARED_WINDOW_S: half of that stands in the queue while the other half are grants on their way back. Where the
 queue is shorter than that, senders tell how much was lost, and less is granted (``native/link_share.hpp``).
+
+From a grant to what it brings takes the latency of the route there and back. What the route carries in that time is
+under way too, beside what lasts a window, and waits nowhere: where latency is high it is most of all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TypedDict
@@ -100,8 +103,8 @@ def fit_grants(options: FabricOptions, *, rank: int, world_size: int, topology: 
 
 def fit_window_sizes(options: FabricOptions, rank: int, world_size: int, topology: Topology | None) -> WindowSizes:
     """Size the grant window alone: connection classes that are opened later change it, and not the links."""
-    own_rate = _own_rate(topology, rank)
-    window = fit_window(own_rate, options)
+    own_rate, routes = _own_rate(topology, rank), _routes(topology, world_size, target=rank)
+    window = fit_window(own_rate, options, far_bytes=_far_bytes(routes.values(), own_rate))
     if window.is_fixed:
         quantum_bytes = max(_chunk(own_rate, options), window.most_bytes // 4)
     else:
@@ -110,8 +113,8 @@ def fit_window_sizes(options: FabricOptions, rank: int, world_size: int, topolog
         "window": window,
         "quantum_bytes": quantum_bytes,
         "sender_bytes": {
-            peer: min(window.most_bytes, _route_bytes(rate, options))
-            for peer, rate in _route_rates(topology, world_size, target=rank).items()
+            peer: min(window.most_bytes, _route_bytes(route.bytes_per_s, options) + route.far_bytes)
+            for peer, route in routes.items()
         },
     }
 
@@ -123,7 +126,8 @@ def fit_options(
     neighbour_credits = _neighbour_credits(options, topology, rank)
     own_credit_bytes = neighbour_credits.pop(rank, 0)
     fitted = {}
-    for peer, rate in _route_rates(topology, world_size, source=rank).items():
+    for peer, route in _routes(topology, world_size, source=rank).items():
+        rate = route.bytes_per_s
         most_bytes = _soon_bytes(rate)
         least_credit_bytes = min(own_credit_bytes, neighbour_credits.get(peer, 0))
         eager_bytes = max(options.eager_bytes, min(_chunk(rate, options), least_credit_bytes))
@@ -169,7 +173,11 @@ def _shares(topology: Topology | None, rank: int) -> dict[int, tuple[LinkShare, 
     if topology is None:
         return {}
     inner = {node.name: num_ranks_below(node) for node in topology.walk() if isinstance(node, Switch) and node.link}
-    known: dict[DirectedLink, LinkShare | None] = {}
+    routes = {peer: topology.route(peer, rank) for peer in range(topology.num_ranks)}
+    far_s: dict[DirectedLink, float] = {}
+    for peer, route in routes.items():
+        round_trip_s = topology.round_trip_s(peer, rank)
+        far_s.update({directed: max(far_s.get(directed, 0.0), round_trip_s) for directed in route})
 
     def share_of(directed: DirectedLink) -> LinkShare | None:
         link = topology.node(directed.child).link
@@ -177,21 +185,20 @@ def _shares(topology: Topology | None, rank: int) -> dict[int, tuple[LinkShare, 
             return None
         below = inner[directed.child]
         num_receivers = below if directed.direction == "down" else topology.num_ranks - below
-        window_bytes = int(link.bytes_per_s(directed.direction) * SHARED_WINDOW_S)
+        window_bytes = int(link.bytes_per_s(directed.direction) * (SHARED_WINDOW_S + far_s[directed]))
         part_bytes = max(MIN_CHUNK_BYTES, window_bytes // num_receivers)
         return LinkShare(
             part_bytes=part_bytes,
             most_bytes=max(part_bytes, window_bytes),
             least_bytes=MIN_QUANTUM_BYTES,
-            target_s=TARGET_S,
+            target_s=TARGET_S + far_s[directed],
         )
 
-    shares = {}
-    for peer in range(topology.num_ranks):
-        route = topology.route(peer, rank)
-        known.update((directed, share_of(directed)) for directed in route if directed not in known)
-        shares[peer] = tuple(share for directed in route if (share := known[directed]) is not None)
-    return shares
+    known = {directed: share_of(directed) for directed in far_s}
+    return {
+        peer: tuple(share for directed in route if (share := known[directed]) is not None)
+        for peer, route in routes.items()
+    }
 
 
 def _own_rate(topology: Topology | None, rank: int) -> float:
@@ -201,24 +208,52 @@ def _own_rate(topology: Topology | None, rank: int) -> float:
     return min(rates, default=math.inf)
 
 
-def _route_rates(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Route:
+    """A way to or from a peer: the slowest link and its rate, and the time there and back."""
+
+    slowest: DirectedLink | None = None
+    bytes_per_s: float = math.inf
+    round_trip_s: float = 0.0
+
+    @property
+    def far_bytes(self) -> int:
+        """What it carries in a round trip; 0 where its rate is not known."""
+        return 0 if self.slowest is None else int(self.bytes_per_s * self.round_trip_s)
+
+
+def _routes(
     topology: Topology | None, world_size: int, *, source: int | None = None, target: int | None = None
-) -> dict[int, float]:
-    """Return the rate of the slowest link from ``source`` to each rank, or from each rank to ``target``."""
-    rates = dict.fromkeys(range(world_size), math.inf)
+) -> dict[int, _Route]:
+    """Return the ways from ``source`` to each rank, or from each rank to ``target``."""
     if topology is None:
-        return rates
-    for peer in rates:
-        route = topology.route(source if source is not None else peer, target if target is not None else peer)
-        rates[peer] = min((topology.bytes_per_s(link) for link in route), default=math.inf)
-    return rates
+        return dict.fromkeys(range(world_size), _Route())
+    routes = {}
+    for peer in range(world_size):
+        ends = (source if source is not None else peer, target if target is not None else peer)
+        links = topology.route(*ends)
+        slowest = min(links, key=topology.bytes_per_s, default=None)
+        rate = math.inf if slowest is None else topology.bytes_per_s(slowest)
+        limit = None if math.isinf(rate) else slowest
+        routes[peer] = _Route(slowest=limit, bytes_per_s=rate, round_trip_s=topology.round_trip_s(*ends))
+    return routes
 
 
-def fit_window(own_rate: float, options: FabricOptions) -> GrantWindow:
-    """Return the window for a rank to which ``own_rate`` bytes come in a second."""
+def _far_bytes(routes: Iterable[_Route], own_rate: float) -> int:
+    """Return what may be on its way to a rank and waits nowhere: each slow link counts once, and all its own rate."""
+    far = [route for route in routes if route.far_bytes]
+    by_link: dict[DirectedLink | None, int] = {}
+    for route in far:
+        by_link[route.slowest] = max(by_link.get(route.slowest, 0), route.far_bytes)
+    most_s = max((route.round_trip_s for route in far), default=0.0)
+    return int(min(sum(by_link.values()), own_rate * most_s)) if far else 0
+
+
+def fit_window(own_rate: float, options: FabricOptions, *, far_bytes: int = 0) -> GrantWindow:
+    """Return the window for a rank to which ``own_rate`` bytes come in a second, and ``far_bytes`` wait nowhere."""
     if options.grant_window_bytes:
         return GrantWindow.fixed(options.grant_window_bytes)
-    most_bytes = _route_bytes(own_rate, options)
+    most_bytes = _route_bytes(own_rate, options) + far_bytes
     if options.num_classes == 1 or math.isinf(own_rate):
         return GrantWindow.fixed(most_bytes)
     least_bytes = min(most_bytes, max(2 * MIN_QUANTUM_BYTES, int(own_rate * LEAST_WINDOW_S)))

@@ -29,7 +29,8 @@ RESEND_US = 60_000
 """How long TCP waits at least, beyond a round trip, before it takes what it sent last for lost. The kernel's 0.2 s are
 many times what a message takes; but the other end may acknowledge 0.04 s late, and that must not look like a loss."""
 _TOTAL_RETRANS, _DSACK_DUPS, _NUM_INFO_BYTES = 100, 216, 220  # of `struct tcp_info`, in <linux/tcp.h>
-_BUSY_US, _WAITED_US, _BYTES_RETRANS = 168, 176, 208
+_MIN_RTT_US, _BUSY_US, _WAITED_US, _BYTES_RETRANS = 148, 168, 176, 208
+_NO_RTT = 0xFFFFFFFF
 
 _log = logging.getLogger(__name__)
 _warned: set[str] = set()
@@ -218,6 +219,12 @@ def busy_seconds(sock: socket.socket) -> float:
     """Return for how long this end had something to send, and the other end room for it; 0 where nobody tells."""
     busy_us, waited_us = _info(sock, _BUSY_US, _WAITED_US, num_bytes=8)
     return max(0, busy_us - waited_us) / 1e6
+
+
+def round_trip_seconds(sock: socket.socket) -> float:
+    """Return the shortest round trip to the other end's kernel in the last minutes; 0 where nobody tells."""
+    (microseconds,) = _info(sock, _MIN_RTT_US, num_bytes=4)
+    return 0.0 if microseconds == _NO_RTT else microseconds / 1e6
 
 
 def _info(sock: socket.socket, *places: int, num_bytes: int) -> list[int]:

@@ -15,6 +15,7 @@ from syncline.schedule import PLANNERS, Collective, Layout, Schedule, lower_boun
 from syncline.schedule.cost import LEAST_BYTES_PER_RANK, predicted_slice_bytes
 from syncline.schedule.planners import best_of, draft_all
 from syncline.topology import Topology
+from syncline.topology.tree import longest_way_s
 
 Target = Literal["balanced", "rank_order"]
 Planner = Callable[[Topology, Collective, int, Target, int], Schedule]
@@ -29,6 +30,8 @@ LEAST_SLICE_BYTES = 256 << 10
 """Of a slice, however slow the links are: smaller messages cost more than they move."""
 LEAST_SLICE_BYTES_WITHOUT_RATES, LEAST_BYTES_PER_RANK_WITHOUT_RATES = 512 << 10, 64 << 10
 """Where nothing is known that would make small slices worth it."""
+NUM_CROSSINGS = 6
+"""Of the network by one slice, at its longest: to its sum and back it is announced, granted and sent."""
 NUM_RAMP = 2
 """Slices at either end that are smaller than the others, where links have rates."""
 NUM_SLICES_WITHIN_MACHINE = 4
@@ -68,12 +71,16 @@ class Plans:
     def inflight_bytes(self) -> int:
         """How much of all slices together is best under way: enough that ranks which are late do not idle the links.
 
-        More makes the first slices wait behind the others on the fast links, before the scarce ones have any work.
+        More makes the first slices wait behind the others on the fast links, before the scarce ones have any work. What
+        the scarce ones carry while a slice does nothing but cross a network of high latency is under way beside it.
         """
         if not self._topology.has_rates:
             return MOST_INFLIGHT_BYTES
         num_levels = max(len(self._topology.path(rank)) for rank in range(self._topology.num_ranks)) - 1
-        return max(MIN_INFLIGHT_SLICES, 2 * num_levels) * self.slice_bytes
+        seconds = lower_bound(self._topology, Collective.ALL_REDUCE, MAX_SLICE_BYTES)
+        crossing_s = NUM_CROSSINGS * longest_way_s(self._topology.root)
+        crossing_bytes = int(MAX_SLICE_BYTES * crossing_s / seconds) if seconds else 0
+        return max(MIN_INFLIGHT_SLICES, 2 * num_levels) * self.slice_bytes + crossing_bytes
 
     @cached_property
     def at_hand(self) -> Schedule:

@@ -221,6 +221,18 @@ class Topology:
         found = self.node(link.child).link
         return math.inf if found is None else found.bytes_per_s(link.direction)
 
+    @checked
+    def round_trip_s(self, one: int, other: int) -> float:
+        """Return the latency of the way from one rank to another and back, in seconds.
+
+        Raises :class:`TopologyError` for a rank that is not there.
+
+        >>> Topology.flat(2, latency_s=0.01).round_trip_s(0, 1)
+        0.04
+        """
+        links = (self.node(each.child).link for each in self.route(one, other))
+        return 2 * sum(link.latency_s for link in links if link is not None)
+
     def links(self) -> tuple[tuple[str, Link], ...]:
         """Return every link with the name of the child that it joins to its parent, depth first."""
         return tuple((node.name, node.link) for node in self.walk() if node.link is not None)

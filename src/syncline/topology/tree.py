@@ -252,6 +252,20 @@ def ranks_below(node: Node) -> tuple[int, ...]:
     return tuple(below.rank for below in walk(node) if isinstance(below, Rank))
 
 
+def longest_way_s(node: Node) -> float:
+    """Return the latency between the two ranks below that are furthest from each other."""
+    return _reach(node)[1]
+
+
+def _reach(node: Node) -> tuple[float, float]:
+    """Return the latency from here to the furthest rank below, and between any two of these."""
+    if isinstance(node, Rank):
+        return 0.0, 0.0
+    found = [(child.link.latency_s if child.link else 0.0, *_reach(child)) for child in node.children]
+    far = sorted((own + depth for own, depth, _ in found), reverse=True)
+    return far[0], max(sum(far[:2]) if len(far) > 1 else 0.0, *(widest for _, _, widest in found))
+
+
 def num_ranks_below(node: Node) -> int:
     """Return how many ranks are below ``node``, itself included."""
     return len(ranks_below(node))
