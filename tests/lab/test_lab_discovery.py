@@ -11,8 +11,8 @@ from syncline.topology import Switch, Topology
 RACKS = """
 switch: core
 children:
-  - {switch: rack-a, uplink: 20 Mbit/s, children: [{host: "h[0,2,4]", uplink: 100 Mbit/s}]}
-  - {switch: rack-b, uplink: 20 Mbit/s, children: [{host: "h[1,3]", uplink: 100 Mbit/s}]}
+  - {switch: rack-a, uplink: {rate: 20 Mbit/s, latency: 5 ms}, children: [{host: "h[0,2,4]", uplink: 100 Mbit/s}]}
+  - {switch: rack-b, uplink: {rate: 20 Mbit/s, latency: 5 ms}, children: [{host: "h[1,3]", uplink: 100 Mbit/s}]}
 """
 """Slow, so that two cores carry it while other tests run."""
 
@@ -40,6 +40,7 @@ def test_ranks_find_the_racks_that_they_are_in(monkeypatch, tmp_path):
     for rack in racks.values():
         assert rack.link.up_bytes_per_s == pytest.approx(2.5e6, rel=0.6)
         assert rack.link.down_bytes_per_s == pytest.approx(2.5e6, rel=0.6)
+        assert 0.005 <= rack.link.latency_s <= 0.015, "of both together no more than busy processors add"
     for host in first.hosts:
         assert host.link.up_bytes_per_s == pytest.approx(12.5e6, rel=0.6)
     assert not flat.has_rates

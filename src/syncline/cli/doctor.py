@@ -151,7 +151,10 @@ def check_congestion_control() -> Finding:
     """Tell which congestion control this machine's TCP uses; any works, and figures depend on it."""
     used = _proc_text("net/ipv4/tcp_congestion_control")
     available = _proc_text("net/ipv4/tcp_available_congestion_control")
-    return judge("congestion control", bool(used), f"{used or 'unknown'} (available: {available or 'unknown'})", "")
+    what = f"{used or 'unknown'} (available: {available or 'unknown'})"
+    if _proc_text("net/ipv4/tcp_slow_start_after_idle") == "1":
+        what += "; slow after each pause, which on links with latency net.ipv4.tcp_slow_start_after_idle=0 spares"
+    return judge("congestion control", bool(used), what, "")
 
 
 def check_isal() -> Finding:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
@@ -25,6 +25,7 @@ import numpy as np
 
 from syncline.discovery.following import changed_rates, crossed_links
 from syncline.discovery.kept import keep, recall
+from syncline.discovery.latencies import with_latencies
 from syncline.discovery.probe import ROUND_S, Prober
 from syncline.discovery.tree_search import (
     DOUBT,
@@ -113,9 +114,9 @@ def discover_network(communicator: Communicator, *, folder: Path | None = None, 
     began_s = time.monotonic()
     text = b""
     if communicator.rank == 0:
-        measuring = partial(_measuring, port, prober)
+        measuring, trips = partial(_measuring, port, prober), partial(_round_trips, port, prober)
         known = recall(folder, flat) if folder is not None and recalls else None
-        text = _lead(flat, measuring, known, folder).encode()
+        text = _lead(flat, measuring, trips, known, folder).encode()
     text = broadcast_bytes(communicator, text)
     port.call_soon(port.close)
     error, is_recalled, kept, written = text.decode().split("\n", 3)
@@ -141,14 +142,26 @@ def _measuring(port: Port, prober: Prober, flow_s: float) -> Measure:
     return lambda flows: port.run(prober.measure(flows, flow_s), ROUND_S + MARGIN_S)
 
 
-def _lead(flat: Topology, measuring: Callable[[float], Measure], known: Topology | None, folder: Path | None) -> str:
+def _round_trips(port: Port, prober: Prober) -> Mapping[Flow, float]:
+    return port.run(prober.round_trips(), ROUND_S + MARGIN_S)
+
+
+def _lead(
+    flat: Topology,
+    measuring: Callable[[float], Measure],
+    round_trips: Callable[[], Mapping[Flow, float]],
+    known: Topology | None,
+    folder: Path | None,
+) -> str:
     """Return what rank 0 tells all: the error, whether it was known before, the file, and the topology.
 
     ``measuring(seconds)`` measures with flows that last so long.
     """
     try:
+        trips = round_trips()
         if known is not None and (off := look_at(known, measuring(FLOW_S[0]))) <= SAME_PART:
-            return f"{off:.4f}\nrecalled\n{known.source}\n{known.to_yaml()}"
+            firsts = sorted(host.ranks[0].rank for host in known.hosts)
+            return f"{off:.4f}\nrecalled\n{known.source}\n{with_latencies(known, firsts, trips).to_yaml()}"
         trees = []
         for flow_s in FLOW_S:
             trees.append(find_tree(len(flat.hosts), measuring(flow_s)))
@@ -157,7 +170,8 @@ def _lead(flat: Topology, measuring: Callable[[float], Measure], known: Topology
         tree = min(trees, key=lambda each: each.error)
     except TimeoutError:
         return f"inf\n\n\n{flat.to_yaml()}"
-    found = build_topology(tree, flat, name=NAME)
+    leaders = [host.ranks[0].rank for host in flat.hosts]
+    found = with_latencies(build_topology(tree, flat, name=NAME), leaders, trips)
     kept = keep(folder, found) if folder is not None else None
     return f"{tree.error:.4f}\n\n{kept or ''}\n{found.to_yaml()}"
 

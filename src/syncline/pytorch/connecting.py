@@ -34,9 +34,12 @@ from syncline.pytorch.secret import user_secret
 from syncline.runtime import Communicator, match_topology
 from syncline.schedule import with_gateways_chosen
 from syncline.topology import Topology
+from syncline.units import format_duration
 from syncline.variables import FLIGHT, REPORT, process_variables
 
 LOOPBACK = "127.0.0.1"
+UNTOLD_S = 0.005
+"""By so much a round trip may be longer than the topology says."""
 NO_PORT = 1
 """A meeting wants a port of each rank; in this one nobody listens yet."""
 
@@ -121,6 +124,7 @@ def _connect(environment: Environment, open_store: Callable[[Environment], Store
     try:
         if environment.world_size > 1:  # whoever still looks into rank 0's store when it ends prints pages of that
             communicator.sum_bytes(bytearray(1), label="start")
+        _tell_untold(communicator, chosen)
         if not environment.join:
             tell_met()  # from here on, who dies comes in as a newcomer
         if folder := process_variables().get(FLIGHT):
@@ -129,6 +133,24 @@ def _connect(environment: Environment, open_store: Callable[[Environment], Store
         communicator.abort()
         raise
     return communicator, is_in_doubt
+
+
+def _tell_untold(communicator: Communicator, chosen: Topology | Literal["flat"] | None) -> None:
+    """Warn, on rank 0, where the topology that was given leaves latency out, of the rank where it is the most."""
+    own, topology = communicator.rank, communicator.topology
+    if own or not isinstance(chosen, Topology):
+        return
+    trips = communicator.statistics().fabric.round_trips()
+    told = {peer: topology.round_trip_s(own, peer) for peer in trips}
+    peer = max(trips, key=lambda peer: trips[peer] - told[peer], default=own)
+    if peer != own and trips[peer] > told[peer] + UNTOLD_S:
+        print(
+            f"syncline: from rank {own} to rank {peer} (host {topology.host_of(peer).name}) and back it takes "
+            f"{format_duration(trips[peer])}, but {format_duration(told[peer])} by the topology, so slow links idle in "
+            "large calls; write the latency of these links into it, or give none: then it is measured",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _discover(environment: Environment, flat: Topology, store: Store, *, timeout_s: float) -> tuple[Topology, bool]:

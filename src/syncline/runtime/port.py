@@ -115,6 +115,10 @@ class Port:
         if not self._is_closed and not self.is_lost(peer):
             self._fabric.send_control(peer, self._told.enclose(payload))
 
+    def round_trips(self) -> dict[int, float]:
+        """Return the seconds to each peer and back, as far as kernels tell; on the loop's thread."""
+        return self._fabric.statistics().round_trips()
+
     def is_lost(self, peer: int) -> bool:
         """Whether ``peer`` is lost, or has left."""
         return peer != self.rank and self._fabric.is_lost(peer)
