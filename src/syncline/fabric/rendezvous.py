@@ -273,7 +273,7 @@ class Rendezvous:
             if attempt.epoch != epoch:
                 pause_s = FIRST_PAUSE_S  # all are there, and answer each other now
             self._pause(pause_s)
-            pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
+            pause_s = min(1.1 * pause_s, LONGEST_PAUSE_S)  # looks again after a tenth of what it has waited
 
     def _tell_wait(self, attempt: _Attempt, waited_s: float) -> None:
         """Say for whom this rank waits, if nobody else does."""
@@ -319,35 +319,43 @@ class Rendezvous:
 
     def _lead(self, attempt: _Attempt) -> Generation | None:
         """Rank 0: publish who is there whenever it changes; say go when all have acknowledged."""
-        missing: list[int] = []
-        for rank in range(attempt.world_size):
-            hello = _parse_hello(self._records.get(f"hello/{rank}"), rank)
-            if hello is None:
-                missing.append(rank)
-            elif attempt.hellos.get(rank) != hello:
-                attempt.hellos[rank] = hello
-                attempt.epoch = 0
+        unheard = [rank for rank in range(attempt.world_size) if rank not in attempt.hellos]
+        missing = [rank for rank in unheard if not self._hear(attempt, rank)]
         if missing:
             hosts = ", ".join(self._awaited([hello.member.host for hello in attempt.sorted_hellos()]))
             here = f"{attempt.world_size - len(missing)} of {attempt.world_size} are here"
             absent = f"{name_ranks(missing)} did not come{hosts and f' (of {hosts})'}"
             attempt.waits_for = f"{here}, and {absent}{self._hint and f'; {self._hint}'}"
             return None
+        before = attempt.waiting
         if not attempt.epoch:
             self._publish(attempt)
-        waiting = [
+        attempt.waiting = [
             rank
-            for rank in range(1, attempt.world_size)
+            for rank in attempt.waiting
             if self._records.get(f"ack/{rank}") != {"epoch": attempt.epoch, "nonce": attempt.hellos[rank].nonce}
         ]
-        if waiting:
-            attempt.waits_for = f"{name_ranks(waiting)} did not acknowledge (processes of an earlier attempt are gone)"
+        if attempt.waiting == before:
+            for rank in before:
+                self._hear(attempt, rank)  # it may have replaced what an earlier attempt left
+        if attempt.waiting:
+            who = name_ranks(attempt.waiting)
+            attempt.waits_for = f"{who} did not acknowledge (processes of an earlier attempt are gone)"
             return None
         self._records.set("go", {"epoch": attempt.epoch})
         return attempt.generation()
 
+    def _hear(self, attempt: _Attempt, rank: int) -> bool:
+        """Take note of a rank's hello; whether there is one."""
+        hello = _parse_hello(self._records.get(f"hello/{rank}"), rank)
+        if hello is not None and attempt.hellos.get(rank) != hello:
+            attempt.hellos[rank] = hello
+            attempt.epoch = 0
+        return hello is not None
+
     def _publish(self, attempt: _Attempt) -> None:
         """Write the parts of a new record under its own name, then the record that points to them."""
+        attempt.waiting = list(range(1, attempt.world_size))
         attempt.epoch = secrets.randbits(64) or 1
         attempt.job_nonce = secrets.token_hex(32)
         parts = _pack([{**_member_to_json(hello.member), "nonce": hello.nonce} for hello in attempt.sorted_hellos()])
@@ -416,6 +424,8 @@ class _Attempt:
     """The generation that was published or acknowledged; 0 if none was."""
     job_nonce: str = ""
     hellos: dict[int, _Hello] = field(default_factory=dict)
+    waiting: list[int] = field(default_factory=list)
+    """Who has not acknowledged it."""
     waits_for: str = "nothing was heard yet"
 
     def sorted_hellos(self) -> list[_Hello]:
