@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import takewhile
 from typing import TypedDict
 
@@ -125,13 +126,12 @@ def fit_options(
     """Return the options for each peer: what is sent to it goes in chunks that its route carries soon, unpaced."""
     neighbour_credits = _neighbour_credits(options, topology, rank)
     own_credit_bytes = neighbour_credits.pop(rank, 0)
-    fitted = {}
-    for peer, route in _routes(topology, world_size, source=rank).items():
-        rate = route.bytes_per_s
+
+    @cache
+    def fit(rate: float, least_credit_bytes: int) -> FabricOptions:
         most_bytes = _soon_bytes(rate)
-        least_credit_bytes = min(own_credit_bytes, neighbour_credits.get(peer, 0))
         eager_bytes = max(options.eager_bytes, min(_chunk(rate, options), least_credit_bytes))
-        fitted[peer] = replace(
+        return replace(
             options,
             eager_bytes=eager_bytes,
             credit_bytes=own_credit_bytes if least_credit_bytes else options.credit_bytes,
@@ -139,7 +139,11 @@ def fit_options(
             unsent_bytes=max(eager_bytes, min(options.unsent_bytes, most_bytes)),
             congestion=options.congestion or (None if math.isinf(rate) else CONGESTION_WITH_RATES),
         )
-    return fitted
+
+    return {
+        peer: fit(route.bytes_per_s, min(own_credit_bytes, neighbour_credits.get(peer, 0)))
+        for peer, route in _routes(topology, world_size, source=rank).items()
+    }
 
 
 def _neighbour_credits(options: FabricOptions, topology: Topology | None, rank: int) -> dict[int, int]:
@@ -147,7 +151,7 @@ def _neighbour_credits(options: FabricOptions, topology: Topology | None, rank: 
 
     That is 0 if it would be too little: then it and its neighbours ask. Nobody is in there if someone cares for order.
     """
-    if topology is None or options.num_classes > 1 or not options.eager_bytes:
+    if topology is None or not topology.has_rates or options.num_classes > 1 or not options.eager_bytes:
         return {}
     own = topology.host_of(rank)
     switch = topology.parent_of(own.name)
@@ -170,7 +174,7 @@ def _credit(options: FabricOptions, own_rate: float, num_senders: int) -> int:
 
 def _shares(topology: Topology | None, rank: int) -> dict[int, tuple[LinkShare, ...]]:
     """Return for each peer the links between switches on its route to ``rank``, with what this rank may use of them."""
-    if topology is None:
+    if topology is None or not topology.has_rates:
         return {}
     inner = {node.name: num_ranks_below(node) for node in topology.walk() if isinstance(node, Switch) and node.link}
     routes = {peer: topology.route(peer, rank) for peer in range(topology.num_ranks)}
@@ -226,7 +230,7 @@ def _routes(
     topology: Topology | None, world_size: int, *, source: int | None = None, target: int | None = None
 ) -> dict[int, _Route]:
     """Return the ways from ``source`` to each rank, or from each rank to ``target``."""
-    if topology is None:
+    if topology is None or not topology.has_rates:
         return dict.fromkeys(range(world_size), _Route())
     routes = {}
     for peer in range(world_size):
