@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from syncline.backend import NAME
+from syncline.late_imports import without_collections
 
 
 def register() -> None:
@@ -34,6 +35,7 @@ def _devices() -> list[str]:
 
 def _create(distributed: Any, pg_options: object = None) -> Any:
     """Return this rank's part in a new group; ``torch.distributed`` calls it on the group's members."""
-    from syncline.backend.creation import create_group
+    with without_collections():
+        from syncline.backend.creation import create_group
 
-    return create_group(distributed, pg_options)
+        return create_group(distributed, pg_options)

@@ -14,6 +14,7 @@ from typing import Any
 from syncline.arguments import Seconds, checked
 from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
+from syncline.late_imports import without_collections
 from syncline.observe import Trace
 from syncline.pytorch.connecting import choose_interface, connect, is_exposed, with_address, with_secret
 from syncline.pytorch.environment import (
@@ -125,7 +126,8 @@ def init(
     """
     given = Arguments(**locals())  # by name, as they are
     check_first()
-    return open_fleet(read_environment(given=given, group=find_group()))
+    with without_collections():
+        return open_fleet(read_environment(given=given, group=find_group()))
 
 
 def open_fleet(environment: Environment, *, is_current: bool = True) -> Fleet:
