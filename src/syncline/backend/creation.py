@@ -6,7 +6,6 @@ The shell around it is a whole ``ProcessGroup`` here, for groups that are Syncli
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from syncline.topology import Topology
 from syncline.updates.combinations import WRITE_ONE, Combination, TrainingRequest, check_combinations
 from syncline.updates.private_torch import failing_backend, has_other_backends
 
-TOKEN_BYTES = 8
 OF_GROUPS = (
     Combination("gateway: helper", "whose ranks all do what the program says", WRITE_ONE),
     Combination(
@@ -126,14 +124,11 @@ def state_of(group: Any) -> GroupState | None:
 def _open_world(distributed: Any, options: BackendOptions, ranks: list[int], timeout_s: float) -> GroupState:
     rank, size = distributed.group_rank, distributed.group_size
     environment = read_options(options, rank=rank, world_size=size, timeout_s=timeout_s)
-    environment = _restrict(environment, ranks)
-    communicator = _connect(environment, distributed.store)
+    communicator = _connect(_restrict(environment, ranks), distributed.store)
     try:
         check_topology(communicator)
         # All meet here, so whoever goes on knows that the store is not needed for the meeting any more.
         communicator.open_segment(is_wanted=environment.uses_shared_memory)
-        token = bytearray(secrets.token_bytes(TOKEN_BYTES))
-        communicator.broadcast(memoryview(token), label="token of the world").wait()
     except BaseException:
         communicator.abort()
         raise
@@ -143,7 +138,7 @@ def _open_world(distributed: Any, options: BackendOptions, ranks: list[int], tim
         staging_stream=NUM_STREAMS - 2,
         timeout_s=timeout_s,
         store=distributed.store,
-        streams=GroupStreams(distributed.store, token=token.hex()),
+        streams=GroupStreams(distributed.store, token=communicator.token.hex()),
         uses_shared_memory=environment.uses_shared_memory,
     )
 

@@ -21,7 +21,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from syncline.arguments import Whole, checked
 from syncline.backend import NAME
-from syncline.backend.creation import TOKEN_BYTES, check_topology, find_world
+from syncline.backend.creation import check_topology, find_world
 from syncline.backend.group_state import GroupState
 from syncline.backend.group_streams import GroupStreams
 from syncline.errors import ConfigurationError
@@ -34,6 +34,7 @@ from syncline.pytorch.epochs import FabricPlace, FleetGrowth, Recovery
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.init import open_fleet
 from syncline.pytorch.stores import dial_store, serve_store
+from syncline.runtime.communicator import TOKEN_BYTES
 from syncline.topology import Topology
 from syncline.updates.control import ControlStream
 

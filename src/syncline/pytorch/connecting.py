@@ -123,7 +123,7 @@ def _connect(environment: Environment, open_store: Callable[[Environment], Store
     communicator = _open(environment, topology, store, trace=trace, timeout_s=left_s())
     try:
         if environment.world_size > 1:  # whoever still looks into rank 0's store when it ends prints pages of that
-            communicator.sum_bytes(bytearray(1), label="start")
+            communicator.sum_bytes(communicator.token, label="start")
         _tell_untold(communicator, chosen)
         if not environment.join:
             tell_met()  # from here on, who dies comes in as a newcomer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from syncline.fabric import _native
 
 DEFAULT_TIMEOUT_S = 300.0
+TOKEN_BYTES = 8
 LINGER_S = 0.2
 """After a failure, the others have this long to read why before they see this rank go."""
 VIEW_S = 5.0
@@ -91,6 +93,8 @@ class Communicator:
         self.topology = topology
         self.trace = trace if trace is not None else NullTrace()
         self.timeout_s = timeout_s
+        self.token = bytearray(secrets.token_bytes(TOKEN_BYTES) if self.rank == 0 else TOKEN_BYTES)
+        """Rank 0's, on all ranks of a job from its start on: no other job in the same store has had it."""
         self._loop = loop
         self._fabric = fabric
         self._recorder = recorder or FlightRecorder()
