@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from emulated_networks import EmulatedNetwork
 
-from syncline.discovery import Discovery, discover_network, discovery, discovery_folder, is_discoverable
+from syncline.discovery import Discovery, discover_network, discovery, discovery_folder
 from syncline.discovery.kept import keep, recall
 from syncline.discovery.probe import Prober
 from syncline.discovery.tree_search import Flow, Round
@@ -150,15 +150,6 @@ def test_what_was_kept_of_other_hosts_or_is_damaged_is_not_recalled(tmp_path: Pa
     kept.mkdir()
     assert recall(tmp_path, flat) is None
     assert keep(tmp_path / "missing\0", flat) is None
-
-
-def test_only_hosts_that_reach_each_other_over_a_network_are_surveyed() -> None:
-    pair = Topology.flat_on(["a", "b"])
-    assert is_discoverable(pair, "10.0.0.1")
-    assert not is_discoverable(pair, "127.0.0.1")
-    assert not is_discoverable(pair, None)
-    assert not is_discoverable(Topology.flat_on(["a", "a"]), "10.0.0.1")
-    assert not is_discoverable(Topology.flat(65), "10.0.0.1")
 
 
 def test_where_what_was_found_is_kept() -> None:

@@ -1,5 +1,6 @@
 """Packages from `errors` to `runtime`, the CLI and the public face answer without importing torch."""
 
+import os
 import subprocess
 import sys
 
@@ -52,6 +53,29 @@ def test_a_rank_loads_rules_newcomers_measurements_and_checkpoints_when_it_has_t
     probe = f"import sys, syncline; syncline.init, syncline.distribute; print({set(LATE)} & sys.modules.keys())"
     told = subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, text=True, timeout=60).stdout
     assert told.strip() == "set()"
+
+
+MOST_MODULES = {"syncline.init()": 104, 'torch.distributed.init_process_group("syncline", rank=0, world_size=1)': 109}
+"""Of ours, all that a rank has loaded when it has joined; each costs every rank of a job about a millisecond."""
+
+
+@pytest.mark.parametrize("call", MOST_MODULES)
+def test_a_rank_that_joins_loads_few_modules_and_none_of_torch(call: str) -> None:
+    probe = f"""if True:
+    import sys, torch.distributed, syncline
+    torch.distributed.HashStore
+    before = set(sys.modules)
+    {call}
+    print(*sys.modules.keys() - before)
+    """
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    told = subprocess.run(
+        [sys.executable, "-c", probe], check=True, capture_output=True, text=True, timeout=120, env=environment
+    )
+    loaded = told.stdout.split()
+    ours = [name for name in loaded if name.partition(".")[0] == "syncline"]
+    assert len(ours) <= MOST_MODULES[call]
+    assert not [name for name in loaded if name.partition(".")[0] in ("torch", "psutil", "statistics", "fractions")]
 
 
 @pytest.mark.parametrize("command", ["run", "demo"])

@@ -11,7 +11,7 @@ import pytest
 import syncline
 from syncline.endpoints import own_address
 from syncline.errors import ConfigurationError, TopologyError
-from syncline.pytorch.connecting import with_address
+from syncline.pytorch.connecting import is_discoverable, with_address
 from syncline.pytorch.environment import Arguments, read_environment
 from syncline.pytorch.init import init
 from syncline.variables import process_variables
@@ -114,3 +114,11 @@ def test_the_public_face_loads_torch_late() -> None:
     assert all(getattr(syncline, name) is not None for name in syncline.__all__)
     with pytest.raises(AttributeError, match="nothing"):
         _ = syncline.nothing
+
+
+def test_only_hosts_that_reach_each_other_over_a_network_are_measured() -> None:
+    pair = syncline.Topology.flat_on(["a", "b"])
+    assert is_discoverable(pair, "10.0.0.1")
+    assert not is_discoverable(pair, "127.0.0.1")
+    assert not is_discoverable(pair, None)
+    assert not is_discoverable(syncline.Topology.flat_on(["a", "a"]), "10.0.0.1")

@@ -60,7 +60,7 @@ def test_other_sizes_are_chosen_among_the_same_drafts(monkeypatch):
         drafted.append(settings["root"])
         return draft_all(*arguments, **settings)
 
-    monkeypatch.setattr("syncline.runtime.plans.draft_all", draft)
+    monkeypatch.setattr("syncline.runtime.plans._draft_all", draft)
     topology = Topology.load("three-racks-uneven-uplinks")
     plans = Plans(topology, slice_bytes=None)
     sizes = (8, 1 << 12, 1 << 22, 1 << 26)

@@ -12,13 +12,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from syncline.backend.call_work import CallWork, CompletionThreads
-from syncline.backend.coded_reductions import CODING_GROUPS, CodedReductions
 from syncline.backend.group_streams import GroupStreams
 from syncline.backend.hierarchical import HierarchicalCollectives, Layers, open_layers
 from syncline.backend.inner_groups import InnerBackend, NcclBackend
@@ -33,8 +32,11 @@ from syncline.tensors.device_copies import CudaCopier, DeviceCopier
 from syncline.tensors.memory import ScratchPool, bytes_of, host_memory_of, is_ordinary, landing_memory_of, put_back
 from syncline.tensors.staging import StagedCollectives, Staging
 from syncline.tensors.work import OVER, PendingCalls, TensorWork
-from syncline.updates.compression import Compress
 from syncline.updates.private_torch import backward_pass
+
+if TYPE_CHECKING:
+    from syncline.backend.coded_reductions import CodedReductions
+    from syncline.updates.compression import Compress
 
 
 class ReceiveWork(TensorWork):
@@ -149,6 +151,8 @@ class GroupState:
 
     def compress(self, wish: Compress) -> None:
         """Let large sums of float32 cross slow links in codes from now on, or no more; every rank calls it alike."""
+        from syncline.backend.coded_reductions import CODING_GROUPS, CodedReductions  # where codes are asked for
+
         world = self.world
         if self.coded is not None:
             self.coded.close()

@@ -44,9 +44,10 @@ from syncline.report import format_rates, network_links
 from syncline.report.terminal import new_console, new_table
 from syncline.schedule import Collective, Prediction, Schedule, lower_bound, predict, with_gateways_chosen
 from syncline.schedule.cost import fastest, predicted_slice_bytes
+from syncline.schedule.draft import check_plannable
 from syncline.schedule.outline import Outline
 from syncline.schedule.ownership import Target
-from syncline.schedule.planners import PLANNERS, check_plannable
+from syncline.schedule.planners import PLANNERS
 from syncline.topology import DirectedLink, Direction, Link, Topology
 from syncline.units import format_duration, format_rate, format_size, parse_size
 

@@ -9,14 +9,13 @@ if TYPE_CHECKING:
         MOST_HOSTS as MOST_HOSTS,
         Discovery as Discovery,
         discover_network as discover_network,
-        is_discoverable as is_discoverable,
         measure_again as measure_again,
     )
     from syncline.discovery.following import TrafficWatch as TrafficWatch
     from syncline.discovery.kept import discovery_folder as discovery_folder, forget as forget, recall as recall
 
 _NAMES = {
-    "discovery": "MOST_HOSTS Discovery is_discoverable discover_network measure_again",
+    "discovery": "MOST_HOSTS Discovery discover_network measure_again",
     "kept": "discovery_folder forget recall",
     "following": "TrafficWatch",
 }

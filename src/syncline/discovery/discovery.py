@@ -12,7 +12,6 @@ fills the link above it. So every link is full in some round, and links that are
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -92,12 +91,6 @@ class Discovery:
         how = "the network is as it was" if self.is_recalled else "measured the network"
         where = f"; kept in {self.kept}" if self.kept else ""
         return f"{how} ({self.seconds:.1f} s, give or take {self.error:.0%}): {describe_topology(self.topology)}{where}"
-
-
-def is_discoverable(flat: Topology, address: str | None) -> bool:
-    """Whether there is anything to measure between the hosts of ``flat``: not where all ranks share a machine."""
-    is_alone = address is None or ipaddress.ip_address(address).is_loopback
-    return 1 < len(flat.hosts) <= MOST_HOSTS and not is_alone
 
 
 def discover_network(communicator: Communicator, *, folder: Path | None = None, recalls: bool = True) -> Discovery:

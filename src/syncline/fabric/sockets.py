@@ -11,8 +11,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-
-import psutil
+from typing import Any
 
 from syncline.endpoints import format_endpoint, without_brackets
 from syncline.errors import ConfigurationError
@@ -48,7 +47,7 @@ def resolve_address(text: str | None) -> str:
         if address.is_unspecified:
             raise ConfigurationError(
                 f"address {address} means every address of this machine, so others cannot dial it; name one of "
-                f"{', '.join(sorted(psutil.net_if_addrs()))}"
+                f"{', '.join(sorted(_interfaces()))}"
             )
         return str(address)
     of_interface = _interface_address(text)
@@ -59,14 +58,21 @@ def resolve_address(text: str | None) -> str:
     except OSError as error:
         raise ConfigurationError(
             f"address {text!r} is neither an IP address, nor an interface of this machine "
-            f"({', '.join(sorted(psutil.net_if_addrs()))}), nor a host name; name one of these"
+            f"({', '.join(sorted(_interfaces()))}), nor a host name; name one of these"
         ) from error
     return str(found[0][4][0])
 
 
+def _interfaces() -> dict[str, Any]:
+    """Return the addresses of each interface of this machine."""
+    import psutil  # where an address is not given as one
+
+    return psutil.net_if_addrs()
+
+
 def _interface_address(name: str) -> str | None:
     """Return an address of an interface: IPv4 first, and one that means something elsewhere before a link-local one."""
-    entries = psutil.net_if_addrs().get(name, ())
+    entries = _interfaces().get(name, ())
     found = [
         (entry.family == socket.AF_INET6, ipaddress.ip_address(entry.address).is_link_local, entry.address)
         for entry in entries

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
-from syncline import discovery
+from syncline import discovery, schedule
 from syncline.endpoints import own_address
 from syncline.errors import ConfigurationError, RendezvousError, SynclineError, TopologyError
 from syncline.fabric import FabricOptions, Rendezvous, Store
@@ -32,7 +32,6 @@ from syncline.observe import Trace, tell_if_long
 from syncline.pytorch.environment import FLAT, MEASURE, Environment, address_of
 from syncline.pytorch.secret import user_secret
 from syncline.runtime import Communicator, match_topology
-from syncline.schedule import with_gateways_chosen
 from syncline.topology import Topology
 from syncline.units import format_duration
 from syncline.variables import FLIGHT, REPORT, process_variables
@@ -109,11 +108,11 @@ def _connect(environment: Environment, open_store: Callable[[Environment], Store
 
     store = open_store(environment)
     topology, is_in_doubt = _match(environment, chosen, store, timeout_s=left_s()), False
-    if chosen is None and len(topology.hosts) > 1:
-        if discovery.is_discoverable(topology, options.address):
+    if chosen is None and is_discoverable(topology, options.address):
+        if len(topology.hosts) <= discovery.MOST_HOSTS:
             topology, is_in_doubt = _discover(environment, topology, store, timeout_s=left_s())
             end_s = time.monotonic() + options.connect_s  # all are here, and have the time once more
-        elif len(topology.hosts) > discovery.MOST_HOSTS and environment.rank == 0:
+        elif environment.rank == 0:
             print(
                 f"syncline: more than {discovery.MOST_HOSTS} hosts are not measured, and one switch is taken for their "
                 "network, which is slow on uneven racks; give a topology",
@@ -153,6 +152,11 @@ def _tell_untold(communicator: Communicator, chosen: Topology | Literal["flat"] 
         )
 
 
+def is_discoverable(flat: Topology, address: str | None) -> bool:
+    """Whether there is anything to measure between the hosts of ``flat``: not where all ranks share a machine."""
+    return len(flat.hosts) > 1 and not ip_address(address or LOOPBACK).is_loopback
+
+
 def _discover(environment: Environment, flat: Topology, store: Store, *, timeout_s: float) -> tuple[Topology, bool]:
     """Return what the ranks, all at one switch for now, find by measuring, and whether it is in doubt."""
     options = replace(environment.fabric, job_id=f"{environment.fabric.job_id}/discovery")
@@ -163,7 +167,7 @@ def _discover(environment: Environment, flat: Topology, store: Store, *, timeout
         found = discovery.discover_network(communicator, folder=folder, recalls=environment.topology != MEASURE)
     if environment.rank == 0:
         print(f"syncline: {found}", file=sys.stderr, flush=True)
-    return with_gateways_chosen(found.topology), found.is_in_doubt
+    return schedule.with_gateways_chosen(found.topology), found.is_in_doubt
 
 
 def _open(

@@ -24,7 +24,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from syncline.arguments import Whole, checked
 from syncline.endpoints import format_endpoint
@@ -41,12 +41,14 @@ from syncline.members import (
     QuorumLostError,
     describe_ranks,
 )
-from syncline.members.agreement import Go
-from syncline.members.job_record import NO_FLAGS, Flags, JobRecord
 from syncline.runtime import Communicator, joining
-from syncline.runtime.regroup import Regroup
 from syncline.topology import Topology
 from syncline.updates.control import ControlStream
+
+if TYPE_CHECKING:
+    from syncline.members.agreement import Go
+    from syncline.members.job_record import Flags, JobRecord
+    from syncline.runtime.regroup import Regroup
 
 SEVERAL = "it trains several models, or one with several optimizers, whose states are not of the same step"
 Watcher = Callable[[MembershipChange], None]
@@ -229,6 +231,8 @@ class Recovery:
 
     def flags(self) -> Flags:
         """Return what this rank tells of newcomers in a commit."""
+        from syncline.members.job_record import NO_FLAGS
+
         return NO_FLAGS if self._growth is None else self._growth.flags()
 
     def close(self) -> None:
@@ -237,6 +241,8 @@ class Recovery:
             _close(self._regroup)
 
     def _open_regroup(self) -> Regroup:
+        from syncline.runtime.regroup import Regroup  # of elastic jobs alone
+
         fleet = self._fleet
         (stream,) = fleet.reserve_streams(1)
         return Regroup(
@@ -422,6 +428,8 @@ class FleetGrowth:
 
     def flags(self) -> Flags:
         """Return what this rank tells in a commit."""
+        from syncline.members.job_record import NO_FLAGS
+
         if self._job is None or self._service is None or (self._growing is not None and self._growing.is_joining):
             return NO_FLAGS
         return self._service.flags()
@@ -499,6 +507,8 @@ class FleetGrowth:
             thread.join()
 
     def _first_record(self) -> JobRecord:
+        from syncline.members.job_record import JobRecord  # of jobs that grow alone
+
         fleet = self._fleet
         assert self._service is not None, "it listens"
         (stream,) = fleet.reserve_streams(1)

@@ -18,8 +18,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
-
 from syncline.endpoints import without_brackets
 from syncline.errors import ConfigurationError, TopologyError
 from syncline.topology.host_matching import expand_hostlist
@@ -229,6 +227,8 @@ def open_mpi(values: Mapping[str, str]) -> Place | None:
 
 def _hydra_proxy() -> int | None:
     """Return the process of Hydra above this one, which may have a shell between them; None if there is none."""
+    import psutil  # under MPI alone
+
     try:
         return next((above.pid for above in psutil.Process().parents() if above.name() == _HYDRA_PROXY), None)
     except psutil.Error:

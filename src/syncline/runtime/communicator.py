@@ -20,7 +20,6 @@ from syncline.fabric import (
     Rendezvous,
     Store,
     connect_tcp,
-    memory_fabrics,
 )
 from syncline.observe import NullTrace, Trace
 from syncline.priorities.settings import Priorities
@@ -38,7 +37,7 @@ from syncline.runtime.shared_memory import EngineLinks, KeptCall, SharedMemoryCo
 from syncline.runtime.statistics import FleetStatistics, take_statistics
 from syncline.runtime.watching import ANSWER_S, Watching
 from syncline.runtime.work import Work
-from syncline.schedule import Collective, Layout, Schedule, lower_bound, predict
+from syncline.schedule import Collective, Layout, Schedule
 from syncline.topology import Topology
 from syncline.variables import behind_limit_s, live_place
 
@@ -311,6 +310,8 @@ class Communicator:
         key = (schedule.digest, num_bytes)
         if self.rank or not self.topology.has_rates or key in self._told_plans or len(self._told_plans) >= MOST_PLANS:
             return
+        from syncline.schedule import lower_bound, predict  # for traces alone
+
         self._told_plans.add(key)
         self.trace.about(
             "plan",
@@ -664,6 +665,8 @@ def communicators_in_memory(
     2
     >>> first.abort(); second.abort()
     """
+    from syncline.fabric import memory_fabrics  # where all ranks are in one process
+
     loop = CommunicationLoop("syncline memory")
     loop.start()
     open_ranks = list(range(num_ranks))

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from syncline import schedule
 from syncline.errors import RendezvousError, TopologyError, accusing, escape_text, name_ranks
 from syncline.fabric import Rendezvous, Store
 from syncline.fabric.rendezvous import LINGER_S, MAX_NAME_LENGTH, MAX_TOPOLOGY_LENGTH, SILENCE_S, Member
 from syncline.runtime.loop import CommunicationLoop
-from syncline.schedule import with_gateways_chosen
 from syncline.topology import Topology
 from syncline.topology.host_matching import same_host
 
@@ -138,5 +138,5 @@ def _numbered(topology: Topology | TopologyError | Literal["flat"] | None, hosts
     if isinstance(topology, TopologyError):
         raise topology
     if isinstance(topology, Topology):
-        return with_gateways_chosen(topology.matched(hosts))
+        return schedule.with_gateways_chosen(topology.matched(hosts))
     return Topology.flat(len(hosts)) if len(set(hosts)) == 1 else Topology.flat_on(hosts)

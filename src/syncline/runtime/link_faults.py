@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import NamedTuple
 
+from numpy import median
+
 from syncline.topology import DirectedLink, Host, Switch, Topology
-from syncline.units import format_rate
 
 LEAST_USE, LEAST_WAIT = 0.6, 0.25
 """A link holds ranks up that is used for so much of the time, while they wait so much of it, and not much longer."""
@@ -110,6 +110,8 @@ class LinkLoads:
 
     def find_bad(self, waited: float) -> BadLinks:
         """Return what :meth:`LinkWatch.find_bad` does."""
+        from syncline.units import format_rate  # where a link is at fault
+
         lossy, lost = self._lossy()
         full = self._full(waited)
         if full is not None:
@@ -150,6 +152,8 @@ class LinkLoads:
         names = [link for link in found if self.totals[link].busy_s >= 0.95 * most]
         if not names:
             return [], ""
+        from syncline.units import format_rate
+
         link = max(names, key=lambda one: self.totals[one].busy_s)
         carried = f"{format_rate(self._carried(link))} of {format_rate(self._watch.rates[link])}"
         how = (

@@ -19,8 +19,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
-from statistics import median
 from typing import Any, NamedTuple
+
+from numpy import median
 
 from syncline.errors import escape_text
 from syncline.fabric import FabricStatistics
@@ -387,13 +388,13 @@ class Lookout:
             shares, key=lambda rank: (shares[rank].worked + 0.05 * (self._describe(rank) == self._named.name), -rank)
         )
         others = [share for rank, share in shares.items() if rank != slow]
-        name, usual = self._describe(slow), median(share.worked for share in others)
+        name, usual = self._describe(slow), median([share.worked for share in others])
         cost = shares[slow].worked - usual
         if (
             cost >= (KEPT_COST if name == self._named.name else LEAST_COST)
             and shares[slow].worked >= LEAST_FACTOR * usual
         ):
-            waited = median(share.waited for share in others), shares[slow].waited
+            waited = median([share.waited for share in others]), shares[slow].waited
             waits = f"they wait {waited[0]:.0%} of the time, and it {waited[1]:.0%}"
             why = self._reason(shares[slow], others) + _shortage(shares[slow], others, cost)
             why += _storing(shares[slow], others, cost) + _swapping(shares[slow], others)
@@ -401,7 +402,7 @@ class Lookout:
         return self._bad_link(shares)
 
     def _reason(self, slow: Share, others: Sequence[Share]) -> str:
-        usual = {phase: median(share.own[phase] for share in others) for phase in PHASES}
+        usual = {phase: median([share.own[phase] for share in others]) for phase in PHASES}
         excess = {phase: max(0.0, slow.own[phase] - usual[phase]) for phase in PHASES}
         computing = [phase for phase in (FORWARD, BACKWARD, STEP) if usual[phase] > 0]
         ratios = ", ".join(f"{phase} {slow.own[phase] / usual[phase]:.1f} x" for phase in computing)
@@ -421,7 +422,7 @@ class Lookout:
     def _bad_link(self, shares: Mapping[int, Share]) -> HeldUp:
         """Return the links that hold ranks up; who was named stays named while it is among them."""
         flows = {(rank, peer): flow for rank, share in shares.items() for peer, flow in share.flows.items()}
-        links, how, is_fault = self._links.find_bad(flows, median(share.waited for share in shares.values()))
+        links, how, is_fault = self._links.find_bad(flows, median([share.waited for share in shares.values()]))
         if set(links) & set(self._bad_links):
             if _name_of(self._bad_links) == self._named.name:
                 links = self._bad_links
@@ -466,7 +467,7 @@ def report_interval_s(num_ranks: int) -> float:
 
 def _swapping(slow: Share, others: Sequence[Share]) -> str:
     """Say that the rank's memory is on a disk, where it waits for that much more often than the others do."""
-    usual = median(share.faults_per_s for share in others)
+    usual = median([share.faults_per_s for share in others])
     if slow.faults_per_s < max(LEAST_FAULTS_PER_S, 4 * usual):
         return ""
     return (
@@ -477,7 +478,7 @@ def _swapping(slow: Share, others: Sequence[Share]) -> str:
 
 def _storing(slow: Share, others: Sequence[Share], cost: float) -> str:
     """Say that the rank wrote checkpoints, where that is half of its cost, and how often it waited for a disk."""
-    usual, said = median(share.stored for share in others), ""
+    usual, said = median([share.stored for share in others]), ""
     if slow.stored - usual >= cost / 2:
         said = f"; for {slow.stored:.0%} of the time it wrote a checkpoint to its disk, {usual:.0%} of theirs"
     on_device, usually = slow.looks.num_on_device, max(share.looks.num_on_device for share in others)
@@ -488,7 +489,7 @@ def _storing(slow: Share, others: Sequence[Share], cost: float) -> str:
 
 def _shortage(slow: Share, others: Sequence[Share], cost: float) -> str:
     """Say that the rank lacked a processor, where that is half of what it costs the others."""
-    usual = median(share.lacked for share in others)
+    usual = median([share.lacked for share in others])
     if slow.lacked - usual < cost / 2:
         return ""
     return (

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from functools import cached_property, lru_cache, partial
 from typing import Literal
 
-from syncline.schedule import PLANNERS, Collective, Layout, Schedule, lower_bound, verify
-from syncline.schedule.cost import LEAST_BYTES_PER_RANK, predicted_slice_bytes
-from syncline.schedule.planners import best_of, draft_all
+from syncline.schedule import Collective, Draft, Layout, Schedule, plan_tree, verify
+from syncline.schedule.draft import check_plannable
 from syncline.topology import Topology
 from syncline.topology.tree import longest_way_s
 
@@ -63,7 +62,7 @@ class Plans:
         self.slice_bytes = slice_bytes or _slice_bytes(topology)
         self._largest_slice_bytes = max(self.slice_bytes, _slice_bytes_without_rates(topology))
         self._schedules: dict[tuple[Collective, int, str, int], Schedule] = {}
-        self._draft_all = lru_cache(MOST_DRAFTED)(partial(draft_all, topology))
+        self._draft_all = lru_cache(MOST_DRAFTED)(partial(_draft_all, topology))
         self._lay_out = lru_cache(max_layouts)(partial(_lay_out, NUM_RAMP if topology.has_rates else 0))
         self._lock = threading.Lock()
 
@@ -85,7 +84,8 @@ class Plans:
     @cached_property
     def at_hand(self) -> Schedule:
         """An all-reduce that is planned in a tenth of the time in which the fastest is chosen, and proved too."""
-        return PLANNERS["tree"].plan(self._topology, Collective.ALL_REDUCE)
+        check_plannable(self._topology)
+        return plan_tree(self._topology, Collective.ALL_REDUCE)
 
     def schedule(
         self, collective: Collective, num_bytes: int, *, target: Target = "balanced", root: int = 0
@@ -101,6 +101,9 @@ class Plans:
     def _plan(self, collective: Collective, num_bytes: int, target: Target, root: int) -> Schedule:
         if self.planner is not None:
             return self.planner(self._topology, collective, num_bytes, target, root)
+        from syncline.schedule.cost import predicted_slice_bytes  # a start makes do with what is at hand
+        from syncline.schedule.planners import best_of
+
         drafts = self._draft_all(collective, target=target, root=root)
         draft = best_of(drafts, self._topology, num_bytes, slice_bytes=predicted_slice_bytes(self._topology))
         known = (schedule for schedule in self._schedules.values() if schedule.transfers is draft.transfers)
@@ -131,6 +134,12 @@ class Plans:
         return self._lay_out(schedule, num_elements, slice_elements, is_contiguous, parts)
 
 
+def _draft_all(topology: Topology, collective: Collective, *, target: Target, root: int) -> list[Draft]:
+    from syncline.schedule.planners import draft_all
+
+    return draft_all(topology, collective, target=target, root=root)
+
+
 def _lay_out(
     num_ramp: int,
     schedule: Schedule,
@@ -150,6 +159,9 @@ def _slice_bytes(topology: Topology) -> int:
     """Return the size of slices between machines; it depends on nothing else than the topology."""
     if not topology.has_rates:
         return max(LEAST_SLICE_BYTES_WITHOUT_RATES, LEAST_BYTES_PER_RANK_WITHOUT_RATES * topology.num_ranks)
+    from syncline.schedule import lower_bound
+    from syncline.schedule.cost import LEAST_BYTES_PER_RANK
+
     seconds = lower_bound(topology, Collective.ALL_REDUCE, MAX_SLICE_BYTES)
     wanted = int(MAX_SLICE_BYTES * min(1.0, SLICE_S / seconds)) if seconds else MAX_SLICE_BYTES
     return max(wanted, LEAST_SLICE_BYTES, LEAST_BYTES_PER_RANK * topology.num_ranks)

@@ -25,7 +25,6 @@ from syncline.observe import Trace
 from syncline.runtime import control
 from syncline.runtime.control import ControlError, ControlKind
 from syncline.runtime.flight_recorder import FlightRecorder
-from syncline.runtime.live import write_view
 from syncline.runtime.lookout import Lookout, PaceReport, report_interval_s, take_pace
 from syncline.runtime.loop import CommunicationLoop
 from syncline.runtime.statistics import FleetStatistics
@@ -178,6 +177,8 @@ class Watching:
             for line in self._lookout.look(now_s):
                 self._say(line)
         if self._live and (view := self.view()) is not None:
+            from syncline.runtime.live import write_view  # where somebody looks
+
             write_view(view, self._live)
         listener = 1 if rank == 0 else 0
         if listener in self._peers():

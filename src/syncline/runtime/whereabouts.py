@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import sysconfig
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import NamedTuple, TypeVar
 from syncline.fabric.progress import BACKWARD, ELSEWHERE, FORWARD, Progress
 
 MOST_FRAMES, MOST_THREADS = 40, 24
-_LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
+_LIBRARIES = (str(Path(threading.__file__).parent), str(Path(__file__).parents[1]))
 _STATES = {
     "T": "its process is stopped (SIGSTOP, or a suspended job)",
     "t": "its process is held by a debugger",

@@ -13,11 +13,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from syncline.errors import ScheduleError
 from syncline.schedule.transfers import IntArray, Transfers
+
+if TYPE_CHECKING:
+    from syncline.topology import Topology
+
+MAX_PLANNED_RANKS = 4096
+"""Of a job: time and memory of drawing schedules grow with the square of the ranks."""
 
 
 class Before(Enum):
@@ -142,3 +150,13 @@ def lowest_terms(cuts: Sequence[int]) -> tuple[int, ...]:
     """Divide cuts by what they have in common, so that equal divisions have equal cuts."""
     divisor = math.gcd(*cuts) or 1
     return tuple(cut // divisor for cut in cuts)
+
+
+def check_plannable(topology: Topology) -> None:
+    """Raise :class:`ScheduleError` at once where planning would take very long."""
+    if topology.num_ranks > MAX_PLANNED_RANKS:
+        raise ScheduleError(
+            f"topology {topology.name!r} has {topology.num_ranks} ranks, and schedules are planned for at most "
+            f"{MAX_PLANNED_RANKS}; describe the hosts of one job alone, or give a host fewer ranks. (`syncline plan` "
+            "alone goes beyond, for all_reduce, reduce_scatter, all_gather and sharded_step.)"
+        )

@@ -11,7 +11,7 @@ from syncline.arguments import checked
 from syncline.errors import ScheduleError
 from syncline.schedule.binomial import draft_binomial
 from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, fastest, predict, safest, supposed_network
-from syncline.schedule.draft import Collective, Draft
+from syncline.schedule.draft import MAX_PLANNED_RANKS, Collective, Draft, check_plannable
 from syncline.schedule.outline import Outline
 from syncline.schedule.ownership import Target, is_bound_to_gateways, with_gateway
 from syncline.schedule.recursive_doubling import draft_recursive_doubling
@@ -47,9 +47,6 @@ def with_gateways_chosen(topology: Topology, num_bytes: int = BUCKET_BYTES) -> T
 def _time_s(topology: Topology, num_bytes: int) -> float:
     return predict(choose(topology, Collective.ALL_REDUCE, num_bytes), topology, num_bytes).time_s
 
-
-MAX_PLANNED_RANKS = 4096
-"""Of a job: time and memory of drawing schedules grow with the square of the ranks."""
 
 _MOST_RANKS_FOR_LONG_SCHEDULES = 256
 """Beyond it a ring's N steps lose to anything, and drawing it costs more than all other planners together."""
@@ -201,16 +198,6 @@ def best_of(
     supposed = supposed_network(topology)
     predicted = [(draft, predict(draft, supposed, num_bytes, slice_bytes, cost=cost)) for draft in drafts]
     return safest(predicted, topology) if topology.is_unknown else fastest(predicted)
-
-
-def check_plannable(topology: Topology) -> None:
-    """Raise :class:`ScheduleError` at once where planning would take very long."""
-    if topology.num_ranks > MAX_PLANNED_RANKS:
-        raise ScheduleError(
-            f"topology {topology.name!r} has {topology.num_ranks} ranks, and schedules are planned for at most "
-            f"{MAX_PLANNED_RANKS}; describe the hosts of one job alone, or give a host fewer ranks. (`syncline plan` "
-            "alone goes beyond, for all_reduce, reduce_scatter, all_gather and sharded_step.)"
-        )
 
 
 def planners_for(topology: Topology) -> list[Planner]:

@@ -26,10 +26,10 @@ import numpy as np
 
 from syncline.errors import ScheduleError
 from syncline.schedule.cost import ABOUT_EQUAL, DEFAULT_SLICE_BYTES, Pair, Prediction, drawn, predict, supposed_network
-from syncline.schedule.draft import Collective, Draft, lowest_terms
+from syncline.schedule.draft import Collective, Draft, check_plannable, lowest_terms
 from syncline.schedule.in_trees import RESOLUTION, draft_with_owners, weights_of_shares
 from syncline.schedule.ownership import speaking
-from syncline.schedule.planners import check_plannable, draft_all
+from syncline.schedule.planners import draft_all
 from syncline.schedule.replicas import Replicas, draft_in_replicas, levels_of
 from syncline.schedule.step_candidates import BALANCED, Cap, draft_sharded_steps
 from syncline.schedule.step_flow import STEP, StepFlow, solve_step_flow

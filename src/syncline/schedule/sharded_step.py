@@ -20,9 +20,8 @@ import numpy as np
 from syncline.arguments import checked
 from syncline.errors import ScheduleError
 from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, StepPrediction, drawn, is_in_windows, predict_pair
-from syncline.schedule.draft import Collective, Draft
+from syncline.schedule.draft import Collective, Draft, check_plannable
 from syncline.schedule.layout import Layout
-from syncline.schedule.planners import check_plannable
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.spares import Apart, draft_with_spares, spare_shares
 from syncline.schedule.step_candidates import Portions, limits_of, upto

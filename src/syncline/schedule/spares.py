@@ -29,10 +29,9 @@ import numpy as np
 
 from syncline.errors import ScheduleError
 from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, Pair, drawn, predict_pair
-from syncline.schedule.draft import Draft, lowest_terms
+from syncline.schedule.draft import Draft, check_plannable, lowest_terms
 from syncline.schedule.in_trees import RESOLUTION, Owners
 from syncline.schedule.levelled_step import Known
-from syncline.schedule.planners import check_plannable
 from syncline.schedule.step_candidates import MAY_TAKE, Candidate, Portions, draft_sharded_steps
 from syncline.schedule.transfers import IntArray, Transfers
 from syncline.topology import Node, Rank, Switch, Topology

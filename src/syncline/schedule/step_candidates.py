@@ -28,12 +28,12 @@ from syncline.schedule.cost import (
     safest,
     supposed_network,
 )
-from syncline.schedule.draft import Collective, Draft
+from syncline.schedule.draft import MAX_PLANNED_RANKS, Collective, Draft
 from syncline.schedule.in_trees import RESOLUTION, draft_with_owners, weights_of_shares
 from syncline.schedule.levelled_step import Known, LevelledStep
 from syncline.schedule.outline import Outline
 from syncline.schedule.ownership import speaking
-from syncline.schedule.planners import MAX_PLANNED_RANKS, planners_for
+from syncline.schedule.planners import planners_for
 from syncline.schedule.step_flow import STEP, Limits, StepFlow, solve_step_flow
 from syncline.schedule.verifier import split_at_owners
 from syncline.schedule.weighted_tree import draft_portions, draft_weighted_tree

@@ -19,12 +19,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from syncline.arguments import checked
 from syncline.schedule.draft import UNOWNED, Collective, Draft, lowest_terms
-from syncline.schedule.outline import DirectExchange, Outline, Part, Shape, shape_of
 from syncline.schedule.ownership import (
     Fractions,
     Ownership,
@@ -41,6 +41,9 @@ from syncline.schedule.transfers import Transfers
 from syncline.schedule.verifier import verify
 from syncline.topology import Node, Rank, Topology
 from syncline.topology.tree import ranks_below, with_children
+
+if TYPE_CHECKING:
+    from syncline.schedule.outline import Outline
 
 
 @checked
@@ -108,6 +111,8 @@ def outline_tree(
     topology: Topology, collective: Collective, *, fractions: Fractions | None = None, planner: str = "tree"
 ) -> Outline:
     """Return in outline what :func:`draft_tree` draws; no broadcast, and no other target than "balanced"."""
+    from syncline.schedule.outline import DirectExchange, Outline, Part, Shape, shape_of  # no rank runs one
+
     weights = _weights(topology, collective, fractions, "balanced")
     exchanges, parts = dict[tuple[int, ...], DirectExchange](), dict[Shape, Part]()
 

@@ -15,19 +15,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from fractions import Fraction
 from itertools import groupby, pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from syncline.arguments import checked
 from syncline.errors import ScheduleError
 from syncline.schedule.draft import UNOWNED, After, Before, Collective, Draft
-from syncline.schedule.outline import Outline
 from syncline.schedule.replay import Suspect, Words, draw_words, find_suspect, scramble
 from syncline.schedule.schedule import Schedule, prove
 from syncline.schedule.transfers import IntArray, Transfer
 from syncline.units import counted
+
+if TYPE_CHECKING:
+    from syncline.schedule.outline import Outline
 
 
 @checked
@@ -272,6 +274,8 @@ def explain(draft: Draft, suspect: Suspect) -> str:
 
 def describe_atom(draft: Draft, atom: int) -> str:
     """Return where an atom lies, as fractions: ``[1/4, 1/2) of the data``."""
+    from fractions import Fraction  # of what is wrong alone
+
     start, stop = (Fraction(draft.cuts[cut], draft.denominator) for cut in (atom, atom + 1))
     return f"[{start}, {stop}) of the data"
 

@@ -25,7 +25,7 @@ to be faster; or the first alone, which then has no training data of its own."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
 
 MAX_RANKS = 100_000
-"""Of a topology; a job has :data:`syncline.schedule.planners.MAX_PLANNED_RANKS` at most."""
+"""Of a topology; a job has :data:`syncline.schedule.draft.MAX_PLANNED_RANKS` at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
