@@ -4,14 +4,22 @@
 
 Ranks are forked when PyTorch and this library are imported, so that starting them, joining, and a first all-reduce of
 one number are timed. A start that fails, or that takes longer than ``--patience``, is counted and shown.
+
+    python benchmarks/many_ranks.py --ranks 32 --times 3 --fresh
+
+starts Python for each rank. Timed is a rank's first call, ``init`` or ``init_process_group``, from the end of its own
+import of PyTorch and this library to the call's: of the median rank, and what it takes of a processor.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import statistics
+import subprocess
+import sys
 import time
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -40,6 +48,46 @@ def join(backend: str, rank: int, num_ranks: int, port: int, pipe: Connection) -
         pipe.send(None if numbers.item() == num_ranks else f"the sum was {numbers.item()}")
     except Exception as error:  # whatever it is, it is shown
         pipe.send(f"{type(error).__name__}: {error}")
+
+
+def join_fresh(backend: str) -> None:
+    """Be one rank in a process of its own; print how long its first call takes, and of a processor."""
+    torch.set_num_threads(1)
+    numbers, began_s, used_s = torch.ones(1), time.monotonic(), time.process_time()
+    fleet = syncline.init() if backend == "fleet" else dist.init_process_group(backend)
+    print(json.dumps([time.monotonic() - began_s, time.process_time() - used_s]), flush=True)
+    if fleet is not None:
+        fleet.all_reduce(numbers)
+        fleet.close()
+    else:
+        dist.all_reduce(numbers)
+        dist.destroy_process_group()
+    if numbers.item() != int(os.environ["WORLD_SIZE"]):
+        raise SystemExit(f"the sum was {numbers.item()}")
+
+
+def start_fresh(backend: str, num_ranks: int, patience: float) -> tuple[float, list[str]]:
+    """Start a Python for each rank; return how long the median rank's first call took, and what went wrong."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
+    command = [sys.executable, __file__, "--be", backend]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={
+                **os.environ,
+                **common,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(num_ranks),
+            },
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(num_ranks)
+    ]
+    found = [json.loads(process.communicate(timeout=patience)[0] or "[Infinity, 0.0]") for process in ranks]
+    print(f"of a processor, each rank: {statistics.mean(used_s for _, used_s in found):.3f} s")
+    wrong = [f"rank {rank}: status {process.returncode}" for rank, process in enumerate(ranks) if process.returncode]
+    return statistics.median(took_s for took_s, _ in found), wrong
 
 
 def free_port() -> int:
@@ -82,11 +130,17 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--patience", type=float, default=120.0)
     parser.add_argument("--backends", nargs="*", default=["fleet", "syncline", "gloo"])
+    parser.add_argument("--fresh", action="store_true")
+    parser.add_argument("--be", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.be:
+        join_fresh(options.be)
+        return
+    begin = start_fresh if options.fresh else start
     found: dict[str, list[float]] = {backend: [] for backend in options.backends}
     for _ in range(options.times):
         for backend in options.backends:
-            took_s, wrong = start(backend, options.ranks, options.patience)
+            took_s, wrong = begin(backend, options.ranks, options.patience)
             print(f"{backend}: {took_s:.2f} s, {len(wrong)} ranks failed", *wrong[:3], sep="\n  ", flush=True)
             found[backend] += [] if wrong else [took_s]
     for backend, seconds in found.items():
