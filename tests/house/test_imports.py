@@ -55,7 +55,7 @@ def test_a_rank_loads_rules_newcomers_measurements_and_checkpoints_when_it_has_t
     assert told.strip() == "set()"
 
 
-MOST_MODULES = {"syncline.init()": 104, 'torch.distributed.init_process_group("syncline", rank=0, world_size=1)': 109}
+MOST_MODULES = {"syncline.init()": 105, 'torch.distributed.init_process_group("syncline", rank=0, world_size=1)': 110}
 """Of ours, all that a rank has loaded when it has joined; each costs every rank of a job about a millisecond."""
 
 
@@ -75,7 +75,7 @@ def test_a_rank_that_joins_loads_few_modules_and_none_of_torch(call: str) -> Non
     loaded = told.stdout.split()
     ours = [name for name in loaded if name.partition(".")[0] == "syncline"]
     assert len(ours) <= MOST_MODULES[call]
-    assert not [name for name in loaded if name.partition(".")[0] in ("torch", "psutil", "statistics", "fractions")]
+    assert not [name for name in loaded if name.partition(".")[0] in ("torch", "psutil", "statistics")]
 
 
 @pytest.mark.parametrize("command", ["run", "demo"])

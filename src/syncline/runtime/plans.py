@@ -76,6 +76,8 @@ class Plans:
         if not self._topology.has_rates:
             return MOST_INFLIGHT_BYTES
         num_levels = max(len(self._topology.path(rank)) for rank in range(self._topology.num_ranks)) - 1
+        from syncline.schedule import lower_bound
+
         seconds = lower_bound(self._topology, Collective.ALL_REDUCE, MAX_SLICE_BYTES)
         crossing_s = NUM_CROSSINGS * longest_way_s(self._topology.root)
         crossing_bytes = int(MAX_SLICE_BYTES * crossing_s / seconds) if seconds else 0
