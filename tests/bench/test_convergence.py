@@ -200,6 +200,8 @@ def test_steps_are_predicted_from_the_network():
     steps = {name: predictor(slow).predict(method, told)[0] for name, method in NAMES.items()}
     assert steps["LocalSteps"] == pytest.approx(0.1)
     assert steps[REFERENCE] > steps["Sharded"] > steps["Sharded int8"] > steps["Sharded int4"] > steps["LocalSteps"]
+    assert steps["LocalSteps, auto"] == pytest.approx(steps["LocalSteps, sites"])
+    assert [predictor(network).period for network in (slow, fast, half)] == [8, 2, 4]
     assert steps["averages, period 8"] == pytest.approx(0.1 + 4 * (steps["averages, period 32"] - 0.1))
     assert steps["Overlapped"] == pytest.approx(4_000_000 * 8 / 20e6 / MOST_STALE, rel=0.1)
     assert steps["Clustered"] == pytest.approx(0.1 + 4_000_000 * 8 / 20e6 + 1_000_000 * 8 / 1e9, rel=0.1)
@@ -216,6 +218,18 @@ def test_one_set_of_trainings_serves_networks_with_the_same_sites(tiny, tmp_path
     assert len(load_trainings(tmp_path / "lines")) == 1
     first, second = trainings.rows()
     assert second.step_s - first.step_s == pytest.approx(0.1)
+
+
+def test_an_automatic_period_is_trained_with_that_of_each_network(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(StepPredictor, "period", property(lambda self: round(20 * self.compute_s)))
+    networks = tuple(map(find_network, (NETWORKS[0], NETWORKS[3])))
+    options = {"tasks": ("gpt",), "networks": networks, "num_seeds": 1, "num_steps": 4, "compute_s": 0.1}
+    trainings = Trainings(Plan(methods=choose_methods(["LocalSteps, auto"]), path=tmp_path / "lines", **options))
+    trainings.run()
+    made = [training.method for training in load_trainings(tmp_path / "lines")]
+    assert made == [REFERENCE, "LocalSteps, auto, 2", "LocalSteps, auto, 4"]
+    told = [(row.network, row.method, row.group) for row in trainings.rows() if row.method != REFERENCE]
+    assert told == [(networks[0].name, made[1], "LocalSteps, auto"), (networks[1].name, made[2], "LocalSteps, auto")]
 
 
 @pytest.mark.parametrize(

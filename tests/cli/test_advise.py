@@ -16,9 +16,9 @@ from syncline.errors import ConfigurationError, SynclineError
 from syncline.pytorch.model_profile import measure_model, measure_stepping
 from syncline.runtime.plans import Plans
 from syncline.schedule import Collective, CostModel
+from syncline.schedule.period import USUAL
 from syncline.topology import Topology
 from syncline.units import format_duration
-from syncline.updates import LocalSteps
 
 MIB = 1 << 20
 BUCKETS = (4 * MIB,) * 4
@@ -138,8 +138,9 @@ def test_the_host_on_a_slow_link_is_the_one_to_leave_out():
     assert first.startswith(f"Without home a step takes {format_duration(without.step_s)} in place of")
     times = (4 / without.step_s) / (5 / advice.best.step_s)
     assert f"{times:.1f} times the samples per second, with 4 ranks in place of 5" in first
-    local_s = row_of(advice_on(advice.topology, compute_s=1e-9), "AllReduce()").step_s / LocalSteps().period
-    assert second.startswith(f"LocalSteps() moves everything between sites once in {LocalSteps().period} steps")
+    round_s = row_of(advice_on(advice.topology, compute_s=1e-9), "AllReduce()").step_s
+    local_s = round_s / USUAL
+    assert second.startswith(f"LocalSteps(period={USUAL}) moves everything between sites once in {USUAL} steps")
     assert f"one takes {format_duration(local_s)} in" in second
     assert third.startswith("With ")
 

@@ -23,7 +23,7 @@ def test_where_links_hold_steps_up_codes_and_local_steps_are_named(rule: Any) ->
     links_s = 16 * MIB / (20e6 / 8)
     told = other_rule(rule, SITES, 16 * MIB, links_s + 0.5, links_s)
     assert f'by {type(rule).__name__}(compress="int8"), and ' in told
-    assert " by LocalSteps(), which are not the same steps: compare losses" in told
+    assert "500 ms by LocalSteps(period=16), which are not the same steps: compare losses" in told
 
 
 @pytest.mark.parametrize(

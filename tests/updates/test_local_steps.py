@@ -16,6 +16,7 @@ from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
 from syncline.pytorch.control import join
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.flatten import plan_model, trained_parameters
+from syncline.schedule.period import AutomaticPeriod
 from syncline.topology import Topology
 from syncline.updates import AllReduce, LocalSteps, Nesterov
 from syncline.updates.flat import shares
@@ -284,6 +285,93 @@ def test_ranks_of_a_party_train_as_with_an_all_reduce() -> None:
     assert torch.equal(b0, b1)
     assert not torch.equal(a0, b0)
     assert torch.equal(end_a, end_b)
+
+
+CHOSEN = (4, 20, 1, 8, 2)
+"""Periods that are chosen one after the other, in place of what times say."""
+
+
+def choose_in_turn(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[float]]:
+    """Let each rank choose these; return what it hears: for what parts of the time rounds held up steps."""
+    heard = {}
+
+    def judge(self, held_up):
+        told = heard.setdefault(id(self), [])
+        self.num_steps = CHOSEN[len(told) % len(CHOSEN)]
+        told.append(held_up)
+        return True
+
+    monkeypatch.setattr(AutomaticPeriod, "judge", judge)
+    monkeypatch.setattr("syncline.updates.local_steps.LEAST_BYTES", 1)
+    return heard
+
+
+@pytest.mark.parametrize("fragments", [16, 5, 1])
+def test_each_step_counts_once_while_periods_are_chosen(fragments: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a gradient that does not depend on parameters, their mean is that of all ranks' steps."""
+    heard, num_steps = choose_in_turn(monkeypatch), 44
+
+    def pushes(rank, step):
+        return torch.randn(4, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
+
+    def body(fleet):
+        model = nn.Linear(10, 4, bias=False, dtype=torch.float64)
+        nn.init.zeros_(model.weight)
+        rule = LocalSteps(period="auto", fragments=fragments)
+        model, optimizer = distribute(model, torch.optim.SGD(model.parameters(), lr=1.0), rule, fleet=fleet)
+        periods = []
+        for step in range(num_steps):
+            (model(torch.eye(10, dtype=torch.float64)).T * pushes(fleet.rank, step)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            periods.append(optimizer.statistics().period)
+        optimizer.end_period()
+        return periods, model.weight.detach().clone()
+
+    results = run_fleets(3, body)
+    everything = sum(pushes(rank, step) for rank in range(3) for step in range(num_steps)) / 3
+    for periods, ended in results:
+        assert set(periods) == set(CHOSEN), "each was in force"
+        assert periods == results[0][0], "on all ranks from the same step on"
+        assert torch.allclose(ended, -everything, rtol=0, atol=1e-9)
+    told = list(heard.values())
+    assert len(told) == 3
+    assert all(each == told[0] and all(0 <= part <= 1 for part in each) for each in told)
+
+
+def test_ranks_that_end_follow_whatever_period_was_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And go on together afterwards, also from a checkpoint."""
+    heard = choose_in_turn(monkeypatch)
+
+    def body(fleet):
+        model, optimizer = start(fleet, LocalSteps(period="auto", fragments=4))
+        ended = []
+        for step in range(3):
+            for batch_number in range(7 + 3 * step + 2 * fleet.rank):
+                one_step(model, optimizer, fleet.rank, batch_number)
+            save_checkpoint(tmp_path / f"{step}", model, optimizer)
+            ended.append((optimizer.iteration, parameters_of(model)))
+        model, optimizer = start(fleet, LocalSteps(period="auto", fragments=4))
+        load_checkpoint(tmp_path / "2", model, optimizer)
+        ended.append((optimizer.iteration, parameters_of(model)))
+        for step in range(9):
+            one_step(model, optimizer, fleet.rank, step)
+        optimizer.end_period()
+        return [*ended, (optimizer.iteration, parameters_of(model))]
+
+    results = run_fleets(3, body)
+    for iterations in zip(*results, strict=True):
+        numbers, values = zip(*iterations, strict=True)
+        assert len(set(numbers)) == 1
+        assert all(torch.equal(each, values[0]) for each in values)
+    assert torch.equal(results[0][2][1], results[0][3][1])
+    assert all(heard.values())
+
+
+def test_a_period_that_is_chosen_wants_rounds_under_steps() -> None:
+    for options in ({"overlap": False}, {"outer": Nesterov()}):
+        with pytest.raises(ConfigurationError, match=r'period="auto" is the shortest .*; give a number of steps'):
+            LocalSteps(period="auto", **options)
 
 
 def test_buffers_become_rank_0s_when_a_period_is_ended() -> None:

@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from rich.table import Table
 from syncline.bench.task import check_known
 from syncline.errors import ConfigurationError
 from syncline.report.terminal import new_table
+from syncline.schedule.period import USUAL
 from syncline.topology import Topology
 from syncline.units import format_size
 
@@ -48,7 +49,17 @@ class Method:
     @property
     def period(self) -> int:
         """Of local steps."""
-        return int(self.arguments.get("period", 16))
+        return int(self.arguments.get("period", USUAL))
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether the network says which period it has: it is trained with that one, as here networks take no time."""
+        return self.arguments.get("period") == "auto"
+
+    def with_period(self, period: int) -> Method:
+        """Return what it is on a network where it has this period; of the same group."""
+        arguments = {**self.arguments, "period": period}
+        return replace(self, name=f"{self.name}, {period}", arguments=arguments, group=self.group or self.name)
 
 
 def _local(name: str, timing: Timing, group: str = "", **arguments: Any) -> Method:
@@ -73,6 +84,12 @@ METHODS: tuple[Method, ...] = (
         )
         for bits in ("int8", "int4")
     ),
+    Method(
+        name="AllReduce int4",
+        rule="AllReduce",
+        arguments={"compress": "int4"},
+        advised='AllReduce(compress="int4")',
+    ),
     *(_rounds_in_turn("averages", "averages", period) for period in (8, 32)),
     *(
         _rounds_in_turn(f"DiLoCo {rate}/{momentum}", "DiLoCo", period, outer=(rate, momentum))
@@ -81,6 +98,7 @@ METHODS: tuple[Method, ...] = (
     ),
     _local("LocalSteps", "overlapped", parties=None),
     _local("LocalSteps, sites", "sites"),
+    _local("LocalSteps, auto", "sites", period="auto"),
     Method(name="Overlapped", rule="Overlapped", timing="stale"),
     Method(name="Clustered", rule="Clustered", arguments={"features": ()}, timing="servers"),
 )

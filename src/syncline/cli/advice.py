@@ -42,6 +42,7 @@ from syncline.priorities.forward_timing import (
 from syncline.runtime.plans import Plans
 from syncline.schedule import Collective, CostModel, Prediction, lower_bound, with_gateways_chosen
 from syncline.schedule.cost import StepPrediction, predicted_slice_bytes
+from syncline.schedule.period import USUAL, shortest_period
 from syncline.schedule.replicas import Replicas, find_parties
 from syncline.schedule.step_candidates import compare_caps, draft_sharded_steps
 from syncline.topology import DirectedLink, Direction, Host, Topology
@@ -51,8 +52,6 @@ from syncline.units import format_duration, format_rate, format_size, parse_dura
 ADAM_COPIES = 2
 """Numbers of optimizer state for each parameter."""
 RING, WHOLE = "DDP's ring", "AllReduce()"
-PERIOD = 16
-"""Of ``LocalSteps()``."""
 MATTERS = 0.05
 """Of a step: a smaller exposed part leaves nothing to gain on the network, and codes must save more."""
 LEAST_GAIN = 0.03
@@ -309,11 +308,13 @@ class Advice:
         yield from self._with_one_less(now)
         if best.exposed_s > self.compute_s and not self.topology.helpers:
             whole = next(each for each in self._moves if each.name == WHOLE)
-            step_s = max(self.within_parties_s, whole.reduce_s / PERIOD)
+            period = min(USUAL, shortest_period(whole.reduce_s, self.within_parties_s))
+            step_s = max(self.within_parties_s, whole.reduce_s / period)
             yield (
                 best.step_s / step_s - 1,
-                f"LocalSteps() moves everything between sites once in {PERIOD} steps while it computes on, so that one "
-                f"takes {format_duration(step_s)} {now}; it is another algorithm, whose loss is to be watched.",
+                f"LocalSteps(period={period}) moves everything between sites once in {period} steps while it computes "
+                f"on, so that one takes {format_duration(step_s)} {now}; it is another algorithm, whose loss is to be "
+                "watched.",
             )
 
     def _with_more_cores(self, now: str) -> Iterator[tuple[float, str]]:

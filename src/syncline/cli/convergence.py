@@ -10,7 +10,7 @@ computing: here they were fresh. ``Clustered`` sends what was counted too, one p
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import product
@@ -30,6 +30,7 @@ from syncline.cli.advice import Advice, RuleStep
 from syncline.cli.plan import PlannerResult, compare_planners
 from syncline.priorities.forward_timing import BACKWARD_PER_FORWARD
 from syncline.schedule import Collective, CostModel
+from syncline.schedule.period import shortest_period
 from syncline.topology import DirectedLink, Node, Topology
 
 MORE_STEPS = 2.5
@@ -69,12 +70,23 @@ class Trainings:
 
     def run(self) -> None:
         """Make those that are missing, all methods of a seed and task one after the other."""
-        plan, alike = self.plan, {network.sites: network.topology for network in reversed(self.plan.networks)}
-        for seed, task, topology in product(range(plan.num_seeds), plan.tasks, alike.values()):
-            self._run_methods(task, Network(name="", topology=topology), seed)
+        plan, alike = self.plan, dict[str, list[Network]]()
+        for network in plan.networks:
+            alike.setdefault(network.sites, []).append(network)
+        for seed, task, networks in product(range(plan.num_seeds), plan.tasks, alike.values()):
+            for method in plan.methods:
+                settled = [self._settled(task, network, method) for network in networks]
+                self._run_methods(task, networks[0], seed, {each.name: each for each in settled}.values())
 
-    def _run_methods(self, task: str, network: Network, seed: int) -> None:
-        for method in self.plan.methods:
+    def _settled(self, task: str, network: Network, method: Method) -> Method:
+        """Return a method with the period that it has on a network."""
+        reference = self.find(task, network, self._reference, 0)
+        if not method.is_automatic or reference is None:
+            return method
+        return method.with_period(self._predictor(network, reference.num_bytes).period)
+
+    def _run_methods(self, task: str, network: Network, seed: int, methods: Iterable[Method]) -> None:
+        for method in methods:
             if method.steps_of or (wanted := self._wanted(task, network, method, seed)).key in self.done:
                 continue
             from syncline.bench.ranks.learning import learn
@@ -113,10 +125,13 @@ class Trainings:
         found = self.done.get(self._wanted(task, network, method, seed).key)
         return None if found is None else found.learning
 
+    @property
+    def _reference(self) -> Method:
+        return next(method for method in self.plan.methods if method.name == REFERENCE)
+
     def target(self, task: str, network: Network, seed: int) -> float:
         """Return the loss at the end of synchronous training with a seed."""
-        reference = next(method for method in self.plan.methods if method.name == REFERENCE)
-        learning = self.find(task, network, reference, seed)
+        learning = self.find(task, network, self._reference, seed)
         assert learning is not None, "it is made first"
         return learning.curve[-1][1]
 
@@ -127,6 +142,7 @@ class Trainings:
                 yield row
 
     def _row(self, task: str, network: Network, method: Method) -> ConvergenceRow | None:
+        method = self._settled(task, network, method)
         told = [self.find(task, network, method, seed) for seed in range(self.plan.num_seeds)]
         found = {seed: learning for seed, learning in enumerate(told) if learning is not None}
         if not found:
@@ -168,12 +184,18 @@ class StepPredictor:
             return row.step_s, row.link or "-", row.link_bytes
         if method.timing in ("stale", "servers"):
             return self._of_counted(method, learning)
-        round_s = self._rounds.prediction.time_s / method.period
+        period = self.period if method.is_automatic else method.period
+        round_s = self._rounds.prediction.time_s / period
         busy = self._rounds.link_bytes
         link = max(busy, key=lambda each: busy[each] / self.topology.bytes_per_s(each))
         inside_s = self._advice.within_parties_s if method.timing == "sites" else self.compute_s
         step_s = inside_s + round_s if method.timing == "in turn" else max(inside_s, round_s)
-        return step_s, link, busy[link] / method.period
+        return step_s, link, busy[link] / period
+
+    @property
+    def period(self) -> int:
+        """What ``LocalSteps(period="auto")`` settles on."""
+        return shortest_period(self._rounds.prediction.time_s, self._advice.within_parties_s)
 
     def _of_counted(self, method: Method, learning: Learning) -> tuple[float, str, float]:
         link_s = {name: self.link_s(learning, name) for name in learning.link_bytes}

@@ -12,10 +12,11 @@ import time
 
 from syncline.pytorch.installation import Installation
 from syncline.schedule import Collective, CostModel, lower_bound
+from syncline.schedule.period import USUAL, shortest_period
 from syncline.tensors.codec import Codec
 from syncline.topology import Topology
 from syncline.units import format_duration
-from syncline.updates import AllReduce, LocalSteps, Sharded, UpdateRule
+from syncline.updates import AllReduce, Sharded, UpdateRule
 from syncline.updates.compression import choose_sites, time_with_codes_s
 
 FIRST_S = 60.0
@@ -68,8 +69,9 @@ def other_rule(rule: UpdateRule, topology: Topology, num_bytes: int, step_s: flo
         )
     if rule.compress != "off" or links_s < MATTERS * step_s:
         return ""
-    local_s = max(computed_s, links_s / LocalSteps().period)
-    found = [f"{format_duration(local_s)} by LocalSteps()"] if local_s < LESS * step_s else []
+    period = min(USUAL, shortest_period(links_s, computed_s))
+    local_s = max(computed_s, links_s / period)
+    found = [f"{format_duration(local_s)} by LocalSteps(period={period})"] if local_s < LESS * step_s else []
     sites, coded_s = choose_sites(topology, num_bytes, _CODE_BITS, None)
     if sites and not topology.gateways:
         coding_s = Codec(_CODE_BITS).measure_s_per_byte()

@@ -24,14 +24,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
 from syncline.arguments import Bounds, Count, check_fields
+from syncline.errors import ConfigurationError
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
 from syncline.schedule import Collective
+from syncline.schedule.period import USUAL, AutomaticPeriod
 from syncline.schedule.replicas import Replicate, find_parties
 from syncline.updates.allreduce import AllReduceUpdater
 from syncline.updates.bucket import Bucket, BucketPlan, Slot
@@ -58,6 +60,9 @@ from syncline.updates.state import StateOfRank, StateSource, key_of_rank
 VELOCITY = "outer_velocity"
 LEAST_BYTES = 128 * 1024
 """Of a fragment for which buckets are cut: what is less costs its calls, and not its bytes."""
+_NUM_TOLD = 4
+"""Numbers in a round: whether this rank ends, its step, how long rounds have held it up, and in what time."""
+_LEAST_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +143,9 @@ class LocalSteps(WholeRule):
     batch. `docs/mechanisms.md`, Local steps.
 
     ``period``: steps between two rounds of a parameter. Twice as many halve what the links carry; the loss then needs
-    more samples, the more so the more ranks' data differ. ``outer``: what a round's averaged difference does. None
+    more samples, the more so the more ranks' data differ. ``"auto"``: from 2 up, the shortest power of two whose rounds
+    hold up steps for at most 5 % of the time, as all ranks measure it while they train; links are then as busy as they
+    can be, and two runs need not have the same bits. ``outer``: what a round's averaged difference does. None
     takes the average, which is best where ranks see alike data or periods are short; :class:`Nesterov` gives the
     difference momentum (DiLoCo), for periods of a hundred steps and more. ``fragments``: parts of the parameters whose
     rounds follow each other (at most one after a step), so that links are busy evenly, and a rank keeps a copy of one
@@ -160,9 +167,10 @@ class LocalSteps(WholeRule):
     Each rank keeps a copy of the parameters, with ``outer`` two. A checkpoint holds the optimizer state of every rank,
     so that training goes on to the bit with as many ranks.
 
-    Raises :class:`ConfigurationError` for values that are out of range; ``distribute()`` raises :class:`TopologyError`
-    for parties that are not in the topology, and :class:`UpdateError` for an optimizer that wants a closure. ``step()``
-    raises what a collective does, and, on every rank, that parameters of a rank are not finite.
+    Raises :class:`ConfigurationError` for values that are out of range, and for ``period="auto"`` with ``outer`` or
+    without ``overlap``; ``distribute()`` raises :class:`TopologyError` for parties that are not in the topology, and
+    :class:`UpdateError` for an optimizer that wants a closure. ``step()`` raises what a collective does, and, on every
+    rank, that parameters of a rank are not finite.
 
     >>> model, optimizer = syncline.distribute(model, optimizer, syncline.LocalSteps(period=8))
     >>> model(x).sum().backward(); optimizer.step(); optimizer.end_period()
@@ -170,7 +178,7 @@ class LocalSteps(WholeRule):
     1
     """
 
-    period: Count = 16
+    period: Count | Literal["auto"] = USUAL
     outer: Nesterov | None = None
     fragments: Count = 16
     overlap: bool = True
@@ -181,6 +189,11 @@ class LocalSteps(WholeRule):
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.period == "auto" and (self.outer is not None or not self.overlap):
+            raise ConfigurationError(
+                'LocalSteps: period="auto" is the shortest that links carry while ranks compute, so it goes neither '
+                "with outer, which wants long periods, nor with overlap=False, which waits; give a number of steps"
+            )
 
     def start(self, setting: Setting) -> LocalStepsUpdater:
         """Begin to work on a model; every rank calls it, on the training thread."""
@@ -199,6 +212,8 @@ class LocalStepsStatistics:
     """Of these, how many were not over when they were to be merged."""
     waited_s: float
     """Time for which ``step()`` and ``end_period()`` waited for rounds."""
+    period: int
+    """Steps between two rounds of a parameter, as it is now."""
     parties: tuple[tuple[int, ...], ...]
     """The ranks of each party."""
 
@@ -220,9 +235,14 @@ class LocalStepsUpdater(WholeUpdater):
         self.parties = find_parties(self.collectives.communicator.topology, rule.parties)
         self._ranks = next(ranks for ranks in self.parties if self.collectives.rank in ranks)
         self._party = _open_party(setting, self._ranks)
-        number = min(rule.fragments, rule.period)
+        self._automatic = AutomaticPeriod() if rule.period == "auto" else None
+        most = USUAL if rule.period == "auto" else rule.period
+        self._period = most if self._automatic is None else self._automatic.num_steps
+        number = min(rule.fragments, most)
         self._parts = _cut(self.buckets, 1 if self.collectives.crossing is not None else number)
-        self._fragments = _divide(self._parts, number)
+        self._smallest = _divide(self._parts, number)
+        """Fragments as a usual period has them; a shorter one has fewer, each of several of these."""
+        self._fragments = _join(self._smallest, self._period)
         self._part_collectives = self.collectives
         """What moves them."""
         if len(self._parts) > len(self.buckets):
@@ -241,7 +261,13 @@ class LocalStepsUpdater(WholeUpdater):
         self._weight = 0.0
         self._unsent = [0.0] * len(self._fragments)
         """By fragment, the samples since its last round."""
-        self._counts = LocalStepsStatistics(num_steps=0, num_rounds=0, num_waits=0, waited_s=0.0, parties=self.parties)
+        self._first_step = 0
+        """After which rounds are counted with the period that there is now."""
+        self._began_s, self._held_up_s = time.monotonic(), 0.0
+        """When the period began to be judged, and for how long rounds have held up steps since."""
+        self._counts = LocalStepsStatistics(
+            num_steps=0, num_rounds=0, num_waits=0, waited_s=0.0, period=self._period, parties=self.parties
+        )
 
     @property
     def reporting_ranks(self) -> Sequence[int]:
@@ -277,17 +303,20 @@ class LocalStepsUpdater(WholeUpdater):
             for start, bucket in zip(self._starts, self.buckets, strict=True):
                 start.copy_(bucket.parameters)  # which a checkpoint may have brought
             self._is_equal = False
+            self._begin_judging()
         self.optimizer.step()
         self._unsent = [samples + self._weight for samples in self._unsent]
         self._weight = 0.0
         self.step_number += 1
         self._counts = replace(self._counts, num_steps=self._counts.num_steps + 1)
         if self._num_sends(self.step_number) > self._num_sends(self.step_number - 1):
+            start_s = time.monotonic()
             self._land()
             self._send(ends=False)
             if not self._rule.overlap:
                 self._land()
                 self._is_equal = len(self._fragments) == 1
+            self._held_up_s += time.monotonic() - max(start_s, self._began_s)
 
     def end_period(self) -> None:
         """Follow the others' rounds until all ranks have called this; then all have the same parameters."""
@@ -299,6 +328,9 @@ class LocalStepsUpdater(WholeUpdater):
             num_ends = num_ends + 1 if bool(told[:, 0].all()) else 0
         self.step_number = int(told[:, 1].max())  # of the rank that has come furthest
         self._is_equal = True
+        if self._automatic is not None:
+            self._first_step = self.step_number
+            self._automatic.begin()
 
     def finish(self) -> None:
         """End the period, so that all ranks have the same parameters after a close."""
@@ -307,6 +339,7 @@ class LocalStepsUpdater(WholeUpdater):
     def go_on_from(self, iteration: int) -> None:
         """Count from there on."""
         super().go_on_from(iteration)
+        self._first_step = iteration if self._automatic is not None else 0
         self._next_round = self._num_sends(iteration)
 
     def statistics(self) -> LocalStepsStatistics:
@@ -341,7 +374,27 @@ class LocalStepsUpdater(WholeUpdater):
 
     def _num_sends(self, step: int) -> int:
         """Return how many rounds have begun by the end of a step, spread evenly over each period."""
-        return step * len(self._fragments) // self._rule.period
+        return (step - self._first_step) * len(self._fragments) // self._period
+
+    def _begin_judging(self) -> None:
+        self._began_s, self._held_up_s = time.monotonic(), 0.0
+
+    def _judge_period(self, told: torch.Tensor) -> None:
+        """Go on with another period if the last one, by what all ranks have told at its end, was too short or long.
+
+        Not while a rank ends, as it follows rounds and makes no steps.
+        """
+        if self._automatic is None or self._next_round % len(self._fragments) or bool(told[:, 0].any()):
+            return
+        if not self._automatic.judge(held_up=float((told[:, 2] / told[:, 3]).min())):
+            return
+        self._begin_judging()
+        self._period = self._automatic.num_steps
+        before, self._fragments = len(self._fragments), _join(self._smallest, self._period)
+        number = len(self._fragments)
+        self._unsent = [self._unsent[fragment * before // number] for fragment in range(number)]
+        self._first_step, self._next_round = self.step_number, 0
+        self._counts = replace(self._counts, period=self._period)
 
     def _send(self, *, ends: bool) -> None:
         """Begin the next round, of the fragment whose turn it is."""
@@ -356,7 +409,7 @@ class LocalStepsUpdater(WholeUpdater):
         self._flight = Round(
             moves,
             weight=weight,
-            told=[ends, self.step_number],
+            told=[ends, self.step_number, self._held_up_s, max(_LEAST_S, time.monotonic() - self._began_s)],
             control=self.collectives.control,
             start_sum=partial(self._start_sum, self.step_number),
             label=f"a round of fragment {number}",
@@ -371,7 +424,7 @@ class LocalStepsUpdater(WholeUpdater):
     def _land(self) -> torch.Tensor:
         """Merge the round that is under way, if any; return what the ranks have told in it."""
         if self._flight is None:
-            return torch.empty(0, 2)
+            return torch.empty(0, _NUM_TOLD)
         flight, self._flight = self._flight, None
         parts = self._fragments[(self._next_round - 1) % len(self._fragments)]
         start_s, num_waits = time.monotonic(), self._counts.num_waits + (not flight.is_over)
@@ -390,7 +443,9 @@ class LocalStepsUpdater(WholeUpdater):
             else:
                 now.add_(new - move.values)
             move.start.copy_(new)
-        return flight.wait_told()
+        told = flight.wait_told()
+        self._judge_period(told)
+        return told
 
 
 def _open_party(setting: Setting, ranks: Sequence[int]) -> AllReduceUpdater | None:
@@ -430,6 +485,13 @@ def _cut(buckets: Sequence[Bucket], num_fragments: int) -> list[BucketPart]:
             parts.append(BucketPart(bucket=bucket, start=start, stop=stop, plan=plan))
         before += num_bytes
     return parts
+
+
+def _join(fragments: Sequence[list[BucketPart]], period: int) -> list[list[BucketPart]]:
+    """Join neighbours, so that no more are left than a period has steps."""
+    number = min(len(fragments), period)
+    ends = [len(fragments) * count // number for count in range(number + 1)]
+    return [[part for each in fragments[start:stop] for part in each] for start, stop in pairwise(ends)]
 
 
 def _divide(parts: Sequence[BucketPart], number: int) -> list[list[BucketPart]]:
