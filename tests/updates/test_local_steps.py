@@ -374,6 +374,25 @@ def test_a_period_that_is_chosen_wants_rounds_under_steps() -> None:
             LocalSteps(period="auto", **options)
 
 
+def test_a_rank_may_be_a_party_beside_one_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("syncline.updates.local_steps.LEAST_BYTES", 1)
+    topology = Topology.parse(TWO_SITES).restricted((0, 2, 3))
+
+    def body(fleet):
+        model, optimizer = start(fleet, LocalSteps(period=4, bucket_bytes=BUCKET_BYTES))
+        for step in range(5):
+            one_step(model, optimizer, fleet.rank, step)
+        before = parameters_of(model)
+        optimizer.end_period()
+        return before, parameters_of(model), optimizer.statistics().parties
+
+    (alone, end, parties), (first, _, _), (second, also, _) = run_fleets(topology, body)
+    assert parties == ((0,), (1, 2))
+    assert torch.equal(first, second)
+    assert not torch.equal(alone, first)
+    assert torch.equal(end, also)
+
+
 def test_buffers_become_rank_0s_when_a_period_is_ended() -> None:
     def body(fleet):
         model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))

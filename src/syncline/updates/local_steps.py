@@ -450,10 +450,11 @@ class LocalStepsUpdater(WholeUpdater):
 
 def _open_party(setting: Setting, ranks: Sequence[int]) -> AllReduceUpdater | None:
     """Return what averages gradients over the ranks that make the same local steps; None if that is one alone."""
+    job, plans = setting.collectives, [bucket.plan for bucket in setting.buckets]
+    streams = setting.reserve_streams(2 + len(plans))  # every rank takes as many, also one that is a party by itself
     if len(ranks) == 1:
         return None
-    job, plans = setting.collectives, [bucket.plan for bucket in setting.buckets]
-    group = job.communicator.open_group(ranks, streams=setting.reserve_streams(2 + len(plans)))
+    group = job.communicator.open_group(ranks, streams=streams)
     first = group.user_stream + 1
     control, schedules = ControlStream(group, stream=first), _plan_whole(group, plans, first + 1)
     collectives = BucketCollectives(group, control=control, bucket_schedules=schedules)
