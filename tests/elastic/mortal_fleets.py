@@ -10,6 +10,7 @@ from typing import Any
 from syncline.errors import SynclineError
 from syncline.pytorch.fleet import Fleet
 from syncline.runtime.communicator import Communicator
+from syncline.topology import Topology
 from thread_fleets import run_fleets
 
 
@@ -26,15 +27,17 @@ def _counting_submit(self: Communicator, *args: Any, **settings: Any) -> Any:
     if left is not None:
         _here.num_left = left - 1
         if left == 0:
+            _here.died.add(_here.fleet.base.rank)
+            _here.fleet.communicator.abort()  # of this epoch: another thread of this rank may be about to call it
             _here.fleet.base.abort()
             raise DiedError
     return _submit(self, *args, **settings)
 
 
 @contextmanager
-def mortal(fleet: Fleet, num_calls: int | None) -> Any:
-    """Let this rank die before the call of that number within this context; None: it lives."""
-    _here.fleet, _here.num_left = fleet, num_calls
+def mortal(fleet: Fleet, num_calls: int | None, died: set[int]) -> Any:
+    """Let this rank die before the call of that number within this context, and be in ``died``; None: it lives."""
+    _here.fleet, _here.num_left, _here.died = fleet, num_calls, died
     try:
         yield
     finally:
@@ -42,21 +45,22 @@ def mortal(fleet: Fleet, num_calls: int | None) -> Any:
 
 
 def run_mortals(
-    num_ranks: int, deaths: dict[int, int], body: Callable[[Fleet, Callable[[], Any]], Any], **options: Any
+    world: int | Topology, deaths: dict[int, int], body: Callable[[Fleet, Callable[[], Any]], Any], **options: Any
 ) -> dict[int, Any]:
     """Run ``body`` on threads; ranks die before the call of theirs that ``deaths`` numbers, once ``body`` lets them.
 
     Returns what each rank that lived returned, or the error that it ended with. ``body`` gets the fleet and a context
     in which the rank is mortal.
     """
+    died: set[int] = set()  # what they end with may be what closing without a fabric does
     Communicator.submit = _counting_submit  # type: ignore[method-assign]
     try:
         results = run_fleets(
-            num_ranks,
-            lambda fleet: body(fleet, lambda: mortal(fleet, deaths.get(fleet.members[fleet.rank]))),
+            world,
+            lambda fleet: body(fleet, lambda: mortal(fleet, deaths.get(fleet.members[fleet.rank]), died)),
             accept=(DiedError, SynclineError),
             **options,
         )
     finally:
         Communicator.submit = _submit  # type: ignore[method-assign]
-    return {rank: result for rank, result in enumerate(results) if not isinstance(result, DiedError)}
+    return {rank: result for rank, result in enumerate(results) if rank not in died}

@@ -98,6 +98,7 @@ def test_a_newcomer_whose_training_is_not_elastic_is_told_so(job: str) -> None:
         (syncline.Sharded(spares=1, portions={"h0": 1.0}), r"Sharded\(portions=, replicate=\) names parts of its"),
         (syncline.Clustered(clusters=[[0]]), r"Clustered\(clusters=\) names ranks, and newcomers are none of them"),
         (syncline.Clustered(averages=False), r"Clustered\(averages=False\) never makes parameters equal"),
+        (syncline.LocalSteps(parties=1), r"LocalSteps\(parties=\) names parts of its"),
         (syncline.Overlapped(quorum=1), r"Overlapped\(quorum=, servers=\) says how many ranks do what"),
     ],
 )

@@ -20,7 +20,7 @@ from syncline.schedule.period import AutomaticPeriod
 from syncline.topology import Topology
 from syncline.updates import AllReduce, LocalSteps, Nesterov
 from syncline.updates.flat import shares
-from syncline.updates.local_steps import LEAST_BYTES
+from syncline.updates.local_steps_updater import LEAST_BYTES
 from syncline.updates.rounds import Round, exponent_for, from_steps, largest_move, to_steps
 from thread_fleets import run_fleets
 
@@ -166,7 +166,7 @@ def test_training_equals_a_replay_in_one_process(
     rule: LocalSteps, num_steps: list[int], make, least_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks that make fewer steps follow the others, and the last rounds make all equal; also of buckets in pieces."""
-    monkeypatch.setattr("syncline.updates.local_steps.LEAST_BYTES", least_bytes)
+    monkeypatch.setattr("syncline.updates.local_steps_updater.LEAST_BYTES", least_bytes)
 
     def body(fleet):
         model, optimizer = start(fleet, rule, make)
@@ -302,7 +302,7 @@ def choose_in_turn(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[float]]:
         return True
 
     monkeypatch.setattr(AutomaticPeriod, "judge", judge)
-    monkeypatch.setattr("syncline.updates.local_steps.LEAST_BYTES", 1)
+    monkeypatch.setattr("syncline.updates.local_steps_updater.LEAST_BYTES", 1)
     return heard
 
 
@@ -375,7 +375,7 @@ def test_a_period_that_is_chosen_wants_rounds_under_steps() -> None:
 
 
 def test_a_rank_may_be_a_party_beside_one_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.updates.local_steps.LEAST_BYTES", 1)
+    monkeypatch.setattr("syncline.updates.local_steps_updater.LEAST_BYTES", 1)
     topology = Topology.parse(TWO_SITES).restricted((0, 2, 3))
 
     def body(fleet):
@@ -499,8 +499,10 @@ def test_what_does_not_go_with_local_steps_is_refused_by_name() -> None:
         LocalSteps(period=0)
 
     def body(fleet):
-        with pytest.raises(UpdateError, match=r"elastic=True does not go with LocalSteps\(\), whose rounds need every"):
-            start(fleet, LocalSteps(), elastic=True)
+        with pytest.raises(
+            UpdateError, match=r"elastic=True does not go with LocalSteps\(\), with compress, whose codes"
+        ):
+            start(fleet, LocalSteps(compress="int8"), elastic=True)
         with pytest.raises(TopologyError, match="not 7"):
             start(fleet, LocalSteps(parties=7))
         model, _ = start(fleet, LocalSteps())

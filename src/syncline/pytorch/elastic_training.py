@@ -68,6 +68,7 @@ class ElasticTraining:
             recover=self.recover,
             reports=self._reports,
             start_commit=lambda label: self._streams[0].start_commit(lambda: torch.zeros(1), label),
+            note_calls=self._note_calls,
             has_checkpoints=self.recovery.settings.checkpoint is not None,
         )
 
@@ -85,7 +86,8 @@ class ElasticTraining:
     def streams(self) -> list[range]:
         """The streams that it uses in this epoch."""
         buckets = [range(one.stream, one.stream + 1) for one in self._begun.collectives.bucket_schedules]
-        return [*(range(stream.number, stream.number + 1) for stream in self._streams), *buckets]
+        control = (range(stream.number, stream.number + 1) for stream in self._streams)
+        return [*control, *buckets, *self._begun.streams]
 
     def positions(self) -> list[Positions]:
         """Return what this rank has of each stream's calls."""
@@ -136,8 +138,18 @@ class ElasticTraining:
         return self._updater
 
     def _forget(self, commit: ElasticCall) -> None:
-        for stream in self._streams:
-            stream.forget(before=commit)
+        for place, stream in enumerate(self._streams):
+            stream.forget(before=stream.num_calls if place else commit.number)
+
+    def _note_calls(self) -> Callable[[], None]:
+        """Return what forgets the calls that were made so far, once all members are known to have made them."""
+        made = [(stream, stream.num_calls) for stream in self._streams]
+
+        def forget() -> None:
+            for stream, number in made:
+                stream.forget(before=number)
+
+        return forget
 
 
 def begin_elastic(

@@ -418,7 +418,7 @@ class FleetGrowth:
         if self._is_newcomer:
             raise UpdateError(
                 f"This process comes into a running job (join=), which is not possible if {why}; its only training is "
-                "distribute(..., elastic=True), with AllReduce(), Sharded(), Overlapped() or Clustered()"
+                "distribute(..., elastic=True)"
             )
         self._why_not = self._why_not or why
         if self._job is not None:

@@ -24,6 +24,7 @@ from syncline.pytorch.epochs import FleetGrowth, Recovery
 from syncline.pytorch.installation import Installation
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.training import Training
+from syncline.schedule.period import USUAL
 from syncline.topology import Topology
 from syncline.updates import Updater
 from syncline.updates.bucket import Slot
@@ -113,7 +114,7 @@ class GrowingTraining:
         self._optimizer = optimizer
         self._iteration = 0
         self._news: MemberNews | None = None
-        """What was told of members when the last period ended, with rules whose ranks meet there."""
+        """What was told of members when ranks have met last, with rules whose ranks do so now and then."""
         self._came_at: int | None = None
         """The steps that were made when this rank came in, if it did."""
         self._agreement = GrowthAgreement(groups=())
@@ -134,7 +135,8 @@ class GrowingTraining:
         rule = self._installation.rule
         if isinstance(rule, updates.Clustered):
             return rule.period * rule.reelect_every
-        return rule.period if isinstance(rule, updates.Overlapped) else 1
+        period = rule.period if isinstance(rule, updates.Overlapped | updates.LocalSteps) else 1
+        return USUAL if period == "auto" else period
 
     @property
     def has_just_come(self) -> bool:
@@ -158,7 +160,7 @@ class GrowingTraining:
     def flags(self) -> Flags:
         """What the first member has told of newcomers with the last pass."""
         training = self._installation.elastic_training
-        if training is None:
+        if training is None or not self._training.updater.is_synchronous:
             return NO_FLAGS if self._news is None else self._news.flags
         return training.flags
 
@@ -167,14 +169,14 @@ class GrowingTraining:
         growth = self._installation.fleet.growth
         if growth is None:
             return
-        if self._installation.elastic_training is None:
-            self._end_period(growth)
-        else:
+        if self._training.updater.is_synchronous:
             growth.end_step()
+        else:
+            self._take_news(growth)
 
     def finish(self) -> None:
-        """End what is under way of the last step, among the members as they are; at a period's end that is nothing."""
-        if self._installation.elastic_training is not None:
+        """End what is under way of the last step, among the members as they are; where news come that is nothing."""
+        if self._training.updater.is_synchronous:
             self._training.finish()
 
     def meet(self, control: ControlStream, topology: Topology, num_old: int) -> None:
@@ -190,6 +192,7 @@ class GrowingTraining:
         """Take the training away, and keep what it has."""
         updater = self._training.updater
         self._iteration, self._before = updater.iteration, updater
+        updater.withdraw()
         self._held = updater.held_state() if isinstance(updater, ElasticShardedUpdater) else []
         self._installation.remove()
 
@@ -202,6 +205,7 @@ class GrowingTraining:
         if isinstance(training.updater, ElasticShardedUpdater):
             training.updater.admit(held)
         if self._before is not None:
+            training.updater.go_on_after(self._before, has_come=self.has_just_come)
             self._before.release()
             self._before = None
             gc.collect()  # a training refers to its parts and they to it, and they have as much memory as the model
@@ -214,16 +218,22 @@ class GrowingTraining:
             parts=self.offer_parts() if self.offer_parts is not None else {},
         )
         give_state(self._installation.model, self._group(), control, position)
+        broadcast_tensors(self._alike(), control)
 
     def take(self, control: ControlStream) -> None:
         """Take what :meth:`give` gives."""
         position = take_state(self._installation.model, self._group(), control)
+        broadcast_tensors(self._alike(), control)
         self._iteration = self._came_at = position.iteration
         self.extra, self.parts = position.extra, position.parts
         self._held = []  # what this rank had alone counts no more
 
-    def _end_period(self, growth: FleetGrowth) -> None:
-        """Go on without who is lost, as all were told when a period has just ended; or take in who is connected."""
+    def _alike(self) -> list[torch.Tensor]:
+        assert self._before is not None, "the training is taken away"
+        return self._before.alike()
+
+    def _take_news(self, growth: FleetGrowth) -> None:
+        """Go on without who is lost, as all have just been told; or take in who is connected."""
         updater = self._training.updater
         self._news = updater.take_news()
         if self._news is not None and not growth.lose(self._news.lost, updater.iteration):

@@ -147,6 +147,8 @@ class Installation:
             isinstance(rule.portions, str | float | int) and rule.replicate in {None, "host", "auto"}
         ):
             return "Sharded(portions=, replicate=) names parts of its topology, and newcomers may be in none of them"
+        if isinstance(rule, updates.LocalSteps) and rule.parties not in (None, "host", "auto"):
+            return "LocalSteps(parties=) names parts of its topology, and newcomers may be in none of them"
         return ""
 
     def synchronize(self) -> None:
@@ -192,7 +194,7 @@ class Installation:
 
     def _extended(self, setting: Setting, going_on: ElasticTraining | None, begins_with: Any) -> Setting:
         if going_on is not None:
-            return going_on.extend(setting)
+            setting = going_on.extend(setting)
         if self.why_no_newcomers():
             return setting
         return replace(setting, newcomers=self.fleet.growth, begins_with=begins_with)

@@ -369,6 +369,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.training.end_period()
         if self._elastic is None and self.growing is not None:
             self.growing.end_step()
+        elif self._elastic is not None and not self.training.updater.is_synchronous:
+            self._elastic.end_step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 - refused, whatever it is
         """Raise :class:`UpdateError`: buckets are made once."""

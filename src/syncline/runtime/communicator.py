@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -437,6 +438,13 @@ class Communicator:
             host = self.topology.host_of(accused[0]).name
             failure = Failure(reason=reason_of(why), text=str(why), rank=accused[0], host=host, accused=accused)
         self._loop.call_soon(self._engine.give_up, failure)
+
+    def end_with(self, group: Communicator) -> None:
+        """Let a loss that has ended the calls of ``group``, which was opened on this, end all calls of this one too."""
+        if (loss := group.loss) is not None:
+            accused = tuple(group.members[rank] for rank in loss.accused)
+            failure = replace(loss, rank=group.members[loss.rank], accused=accused)
+            self._loop.call(partial(self._engine.give_up, failure), LOOP_ANSWERS_S)
 
     def interrupt(self, why: str, *, lost: int | None = None) -> None:
         """End all calls here, now and later, because the members change: the others know; from any thread.

@@ -154,11 +154,6 @@ OF_INDEPENDENT_RANKS = (
 """Of rules in which ranks do not wait for each other in every step."""
 OF_LOCAL_STEPS = (
     _NOT_EVERY_STEP,
-    Combination(
-        "elastic=True",
-        "whose rounds need every rank",
-        "take AllReduce() or Sharded(spares=1), or start again from the last checkpoint (syncline run --restarts)",
-    ),
     *on_preemption(_APART, "leave it out, and call save_checkpoint() on all ranks at the same step"),
     NOBODY_WAITS,
     WHOLE_STATE,

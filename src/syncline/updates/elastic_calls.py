@@ -30,7 +30,10 @@ Positions = tuple[int, tuple[int, ...]]
 class ElasticCall(Work):
     """A call that outlives its epoch; the ``tensor`` holds the result."""
 
-    __slots__ = ("_make_tensor", "_recover", "_resolved", "_root", "_work", "is_abandoned", "is_commit", "tensor")
+    __slots__ = (
+        *("_make_tensor", "_recover", "_resolved", "_root", "_work"),
+        *("is_abandoned", "is_commit", "number", "tensor"),
+    )
 
     def __init__(
         self,
@@ -42,6 +45,7 @@ class ElasticCall(Work):
         is_commit: bool = False,
     ) -> None:
         self.label = label
+        self.number = stream.num_calls
         self.make_by_waiting(None)
         self.is_commit = is_commit
         self.is_abandoned = False
@@ -100,13 +104,23 @@ class ElasticControlStream(ControlStream):
 
     ``recover`` is called on the training thread when a call has ended with a loss (see
     :data:`~syncline.updates.rule.Recover`); what it does moves this stream: :meth:`enter`, then :meth:`settle`.
-    ``num_places``: how many ranks the fabric has, members or not.
+    ``num_places``: how many ranks the fabric has, members or not. ``job`` is the communicator of all members, where
+    this is one of some of them.
     """
 
-    def __init__(self, communicator: Communicator, *, stream: int, num_places: int, recover: Recover) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        *,
+        stream: int,
+        num_places: int,
+        recover: Recover,
+        job: Communicator | None = None,
+    ) -> None:
         super().__init__(communicator, stream=stream)
         self.recover = recover
         self._num_places = num_places
+        self._job = job
         self._first = 0
         self._kept: list[ElasticCall] = []
         self._early: dict[int, torch.Tensor] = {}
@@ -114,6 +128,17 @@ class ElasticControlStream(ControlStream):
 
     is_alone = False
     """Others may come, where the job grows."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The job's numbers of the ranks."""
+        members = self._communicator.members
+        return members if self._job is None else tuple(self._job.members[rank] for rank in members)
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls were made so far."""
+        return self._first + len(self._kept)
 
     # What a training calls.
 
@@ -145,11 +170,11 @@ class ElasticControlStream(ControlStream):
         def make() -> torch.Tensor:
             return tensor.copy_(given)
 
-        return self._start(label, make, root=self._communicator.members[root])
+        return self._start(label, make, root=self.members[root])
 
     @property
     def _place(self) -> tuple[int, int]:
-        return self._communicator.members[self.rank], self._num_places
+        return self.members[self.rank], self._num_places
 
     def start_commit(self, make: Callable[[], torch.Tensor], label: str) -> ElasticCall:
         """Begin the call that ends a pass. In a later epoch it is abandoned if nobody has its result."""
@@ -162,9 +187,11 @@ class ElasticControlStream(ControlStream):
         sizes = [call.tensor.numel() * call.tensor.element_size() if call.is_complete else -1 for call in self._kept]
         return self._first, tuple(sizes)
 
-    def enter(self, communicator: Communicator, *, stream: int, num_places: int) -> None:
+    def enter(
+        self, communicator: Communicator, *, stream: int, num_places: int, job: Communicator | None = None
+    ) -> None:
         """Make calls on another communicator from now on."""
-        self._communicator, self.number, self._num_places = communicator, stream, num_places
+        self._communicator, self.number, self._num_places, self._job = communicator, stream, num_places, job
 
     def settle(self, told: Sequence[Positions], control: ControlStream) -> None:
         """Let every member have the results that any has; the others' positions were ``told``, in rank order."""
@@ -189,9 +216,9 @@ class ElasticControlStream(ControlStream):
             else:
                 call.begin(self._begin)
 
-    def forget(self, before: ElasticCall) -> None:
-        """Keep nothing of what is complete and was called before a commit: no member can miss it any more."""
-        while self._kept and self._kept[0] is not before and self._kept[0].is_complete:
+    def forget(self, before: int) -> None:
+        """Keep nothing of what is complete and has a lower number: no member can miss it any more."""
+        while self._kept and self._first < before and self._kept[0].is_complete:
             self._kept.pop(0)
             self._first += 1
 
@@ -199,7 +226,7 @@ class ElasticControlStream(ControlStream):
         self, label: str, make: Callable[[], torch.Tensor], *, root: int | None = None, is_commit: bool = False
     ) -> ElasticCall:
         call = ElasticCall(self, label, make, root=root, is_commit=is_commit)
-        early = self._early.pop(self._first + len(self._kept), None)
+        early = self._early.pop(call.number, None)
         self._kept.append(call)
         if early is None:
             call.begin(self._begin)
@@ -211,7 +238,7 @@ class ElasticControlStream(ControlStream):
     def _begin(self, tensor: torch.Tensor, label: str, root: int | None) -> Work:
         if root is None:
             return self._submit(Collective.ALL_REDUCE, tensor, label, root=0)
-        members = self._communicator.members
+        members = self.members
         rank = members.index(root) if root in members else 0
         return self._submit(Collective.BROADCAST, tensor, label, root=rank)
 

@@ -84,9 +84,9 @@ class Move:
 
 
 class _Sum(NamedTuple):
-    """The moves of one bucket, on their way."""
+    """The moves of one bucket, on their way; or, without a work, the sum that another rank had."""
 
-    work: Work
+    work: Work | None
     steps: torch.Tensor
     exponent: int | None
     """None: they are the moves themselves."""
@@ -98,6 +98,9 @@ class Round:
     ``told``: numbers of this rank that all are to see; ``start_sum`` begins to sum whole numbers of a bucket. With
     ``is_coded`` it codes float32, and is given the moves themselves. ``thread`` begins the sums as soon as all have
     told; what goes wrong there does so again for who waits.
+
+    Where a rank is lost some may have the result and others not. Those then get it (:meth:`share`), in a job that goes
+    on; what nobody has the result of is begun again among those that are left (:meth:`again`).
     """
 
     def __init__(
@@ -113,6 +116,11 @@ class Round:
         thread: WorkerThread | None = None,
     ) -> None:
         self.moves = moves
+        self.weight = weight
+        self.told = tuple(told)
+        self.control = control
+        """What it was told by."""
+        self._label = label
         self._is_coded = is_coded
         self._rank = control.rank
         self._start_sum = start_sum
@@ -135,12 +143,51 @@ class Round:
     @property
     def is_over(self) -> bool:
         """Whether nothing needs to be waited for."""
-        return self._sums is not None and all(one.work.done() for one in self._sums)
+        return self._sums is not None and all(one.work is None or one.work.done() for one in self._sums)
+
+    @property
+    def has_result(self) -> bool:
+        """Whether it is over, and nothing went wrong."""
+        return self.is_over and not any(one.work is not None and one.work.exception() for one in self._sums or ())
 
     def wait_told(self) -> torch.Tensor:
         """Return what each rank has told, a row for each, when all have."""
-        self._telling.wait()
+        if self._sums is None:
+            self._telling.wait()
         return self._rows[:, 1 : 1 + self._num_told]
+
+    def share(self, control: ControlStream, holder: int) -> None:
+        """Let all ranks of ``control`` have the result that ``holder`` has; each calls it for the same round.
+
+        What is under way of it on this rank must have failed, or be over.
+        """
+        rows = self._rows.clone()
+        control.start_broadcast(rows, f"what was told in {self._label}", root=holder).wait()
+        sums = self._sums if self.has_result and self._sums is not None else self._empty_sums(rows)
+        for one in sums:  # who has them gets the same bits
+            control.start_broadcast(one.steps, f"a sum of {self._label}", root=holder).wait()
+        with self._lock:
+            self._rows, self._sums = rows, sums
+
+    def again(
+        self,
+        *,
+        told: Sequence[float],
+        control: ControlStream,
+        start_sum: Callable[[Bucket | BucketPlan, torch.Tensor], Work],
+        thread: WorkerThread | None,
+    ) -> Round:
+        """Begin it again among other ranks, with the same moves and weight."""
+        return Round(
+            self.moves,
+            weight=self.weight,
+            told=told,
+            control=control,
+            start_sum=start_sum,
+            label=self._label,
+            is_coded=self._is_coded,
+            thread=thread,
+        )
 
     def wait(self) -> list[torch.Tensor]:
         """Return the mean of all ranks' parameters of each bucket; they themselves stay as they are.
@@ -149,7 +196,8 @@ class Round:
         """
         sums = self._begin()
         for one in sums:
-            one.work.wait()  # all of them: what a rank saves after a loss is not half a mean
+            if one.work is not None:
+                one.work.wait()  # all of them: what a rank saves after a loss is not half a mean
         means = [move.start.clone() for move in self.moves]
         for mean, one, move in zip(means, sums, self.moves, strict=False):
             if one.exponent is None:
@@ -164,27 +212,42 @@ class Round:
 
     def _begin(self) -> list[_Sum]:
         """Begin to sum when all have told, unless another thread has."""
-        self._telling.wait()
+        if self._sums is None:
+            self._telling.wait()
         with self._lock:
             if self._sums is None:
                 self._sums = self._start_sums()
             return self._sums
 
     def _start_sums(self) -> list[_Sum]:
-        largest = self._rows[:, 1 + self._num_told :]
-        _check_finite(largest)
-        if not bool(largest.any()):
-            return []
         share, sums = shares(self.weights)[self._rank], []
-        for move, furthest in zip(self.moves, largest.T.tolist(), strict=True):
-            exponent = None
-            if self._is_coded and move.start.dtype == torch.float32:
+        for move, exponent in zip(self.moves, self._exponents(self._rows), strict=False):
+            if exponent is None:
                 steps = (move.values - move.start).mul_(share).cpu()
             else:
-                exponent = exponent_for(furthest, move.start.dtype)
                 steps = to_steps(move.values, move.start, share=share, exponent=exponent)
             sums.append(_Sum(self._start_sum(move.bucket, steps), steps, exponent))
         return sums
+
+    def _empty_sums(self, rows: torch.Tensor) -> list[_Sum]:
+        """Return where the sums are to land that follow from what all have told."""
+        sums = []
+        for move, exponent in zip(self.moves, self._exponents(rows), strict=False):
+            dtype = move.start.dtype if exponent is None else wire_dtype(move.start.dtype)
+            sums.append(_Sum(None, torch.empty(len(move.start), dtype=dtype), exponent))
+        return sums
+
+    def _exponents(self, rows: torch.Tensor) -> list[int | None]:
+        """Return in what steps each bucket's moves are summed, None for themselves; nothing if nobody has moved."""
+        largest = rows[:, 1 + self._num_told :]
+        _check_finite(largest)
+        if not bool(largest.any()):
+            return []
+        dtypes = [move.start.dtype for move in self.moves]
+        return [
+            None if self._is_coded and dtype == torch.float32 else exponent_for(furthest, dtype)
+            for dtype, furthest in zip(dtypes, largest.T.tolist(), strict=True)
+        ]
 
 
 def _check_finite(largest: torch.Tensor) -> None:

@@ -128,10 +128,12 @@ class Setting:
     """In an elastic job: what tells the others of each pass, and commits it."""
     start_commit: Callable[[str], Commit] | None = None
     """In an elastic job: begins a commit of that label."""
+    note_calls: Callable[[], Callable[[], None]] | None = None
+    """In an elastic job: notes which small calls were made; what it returns is called once all members made them."""
     has_checkpoints: bool = False
     """In an elastic job: whether it can go back to a checkpoint where state is lost; see :meth:`Updater.go_back`."""
     newcomers: Newcomers | None = None
-    """In an elastic job whose rule survives losses by itself: who may come in at the end of a period."""
+    """In an elastic job: who may come in, with rules that tell of that themselves."""
     begins_with: Any = None
     """Where the job has just grown: what :meth:`Updater.meet` said."""
 
@@ -208,6 +210,11 @@ class Updater(ABC):
         return self._reports is not None
 
     @property
+    def streams(self) -> list[range]:
+        """The streams of this epoch that it has taken itself, of an elastic job."""
+        return []
+
+    @property
     def divided_gradients(self) -> DividedGradients | None:
         """The combined gradients, if each rank has only its own part of them; None if every rank has them all."""
         return None
@@ -280,6 +287,19 @@ class Updater(ABC):
         Also on a rank that comes in; ``control`` is of all of them. After a loss there this updater goes on.
         """
         return GrowthAgreement(groups=[range(topology.num_ranks)])
+
+    def withdraw(self) -> None:  # noqa: B027 - with most rules all ranks have the same where others may come in
+        """Let parameters be what all ranks have alike, before a larger job begins; this rank's own are kept."""
+
+    def alike(self) -> list[torch.Tensor]:
+        """Return what all ranks have alike beside parameters and the optimizer's state, which newcomers are given."""
+        return []
+
+    def go_on_after(self, before: Updater, *, has_come: bool) -> None:  # noqa: B027 - most rules need nothing of it
+        """Go on in a larger job after ``before``, which worked on the same model and was withdrawn.
+
+        ``has_come``: it did so alone, and this rank has been given what the members have.
+        """
 
     def serve(self) -> None:
         """Serve until all ranks that train have left, and return; only if :attr:`is_server`."""

@@ -1,0 +1,494 @@
+"""Local steps: each party trains by itself, and what it has changed is averaged with the others' once a period.
+
+The parameters are divided into *fragments* of the same size, for which buckets are cut, as the largest says how fast
+links must be. Their rounds come one after the other, evenly over a period. With ``overlap`` a fragment's sum is on its
+way while the next batches are computed, and is merged when the next fragment goes: at a step that is the same on all
+ranks, however long it took. What a rank has moved meanwhile stays on top,
+
+    parameters = what the round makes of the global ones + (parameters now - parameters that were sent)
+
+and is part of what it brings to the fragment's next round: so every local step counts once. After McMahan et al.,
+"Communication-efficient learning of deep networks from decentralized data" (2017); Douillard et al., "DiLoCo" (2023)
+and "Streaming DiLoCo with overlapping communication" (2025).
+
+**Ends.** Ranks may make different numbers of steps. Whoever ends its period (or closes its fleet) goes on in the
+others' rounds, with no weight, until all have told that they end; then each fragment has one round more, and parameters
+are equal on all. Rounds are counted, and the count says which fragment comes next, so followers need not be told.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Annotated, Any, Literal
+
+import torch
+
+from syncline.arguments import Bounds, check_fields
+from syncline.runtime.communicator import Communicator
+from syncline.runtime.work import Work
+from syncline.schedule import Collective
+from syncline.schedule.period import USUAL, AutomaticPeriod
+from syncline.schedule.replicas import Replicate, find_parties
+from syncline.updates.allreduce import AllReduceUpdater
+from syncline.updates.bucket import Bucket, BucketPlan, Slot
+from syncline.updates.bucket_collectives import BucketCollectives
+from syncline.updates.bucket_schedule import BucketSchedule, BucketScheduleOptions, plan_bucket_schedules
+from syncline.updates.control import ControlStream
+from syncline.updates.report import LocalReports, PendingReport, StepReports
+from syncline.updates.rounds import Move, Round
+from syncline.updates.rule import Setting, WholeUpdater
+from syncline.updates.state import StateOfRank, StateSource, key_of_rank
+
+# The outer optimizer: what the averaged difference of a period does to the parameters (DiLoCo's Nesterov momentum).
+#
+#     difference = start of the period - average at its end
+#     velocity   = momentum * velocity + difference
+#     parameters = start - learning_rate * (difference + momentum * velocity)
+#
+# Every rank computes it from the same numbers, so all end with the same bits. With learning rate 1 and momentum 0 the
+# parameters are the average. The velocity is kept in the optimizer's state, for checkpoints.
+
+
+VELOCITY = "outer_velocity"
+LEAST_BYTES = 128 * 1024
+"""Of a fragment for which buckets are cut: what is less costs its calls, and not its bytes."""
+_NUM_TOLD = 4
+"""Numbers in a round: whether this rank ends, its step, how long rounds have held it up, and in what time."""
+_LEAST_S = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketPart:
+    """What moves together in a round: elements ``start`` to ``stop`` of a bucket; ``plan`` is that of these alone."""
+
+    bucket: Bucket
+    start: int
+    stop: int
+    plan: BucketPlan
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return a view of this part in a flat tensor of the whole bucket."""
+        return flat[self.start : self.stop]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nesterov:
+    """SGD with Nesterov momentum on what a period has changed (DiLoCo, Douillard et al., 2023).
+
+    With the difference d, the period's start less the average at its end, the velocity v becomes ``momentum`` v + d,
+    and the next period starts from start - ``learning_rate`` (d + ``momentum`` v). With 1.0 and 0.0 that is the
+    average. v has the shape and number type of each parameter, and is saved with the optimizer's state.
+
+    Raises :class:`ConfigurationError` unless ``learning_rate`` is above 0 and ``momentum`` in [0, 1).
+
+    >>> rule = syncline.LocalSteps(period=128, outer=syncline.Nesterov(learning_rate=0.7, momentum=0.9))
+    >>> model, optimizer = syncline.distribute(model, optimizer, rule)
+    """
+
+    learning_rate: Annotated[float, Bounds(above=0, below=math.inf)] = 0.7
+    momentum: Annotated[float, Bounds(0, below=1)] = 0.9
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+class OuterStep:
+    """The outer optimizer of one bucket."""
+
+    def __init__(self, bucket: Bucket, optimizer: torch.optim.Optimizer, rule: Nesterov) -> None:
+        self._bucket = bucket
+        self._optimizer = optimizer
+        self._rule = rule
+        self._velocity = torch.zeros_like(bucket.parameters)
+
+    @torch.no_grad()
+    def apply(self, part: BucketPart, start: torch.Tensor, average: torch.Tensor) -> None:
+        """Replace ``average`` by what the outer optimizer makes of its difference from ``start``."""
+        self._load_velocity()
+        difference, velocity = start - average, part.of(self._velocity)
+        velocity.mul_(self._rule.momentum).add_(difference)
+        change = difference.add_(velocity, alpha=self._rule.momentum)
+        torch.add(start, change, alpha=-self._rule.learning_rate, out=average)
+        self._show_velocity()
+
+    @property
+    def velocity(self) -> torch.Tensor:
+        """Of the whole bucket, as it is now."""
+        self._load_velocity()
+        return self._velocity
+
+    def _load_velocity(self) -> None:
+        """Take a velocity that a checkpoint has brought."""
+        for slot, tensor in zip(self._bucket.plan.slots, self._bucket.tensors, strict=True):
+            view = slot.view(self._velocity)
+            stored = self._optimizer.state.get(tensor, {}).get(VELOCITY)
+            if stored is not None and stored.data_ptr() != view.data_ptr():
+                view.copy_(stored)
+
+    def _show_velocity(self) -> None:
+        """Keep the velocity where checkpoints find it; Adam and others take a state that is there for one they made."""
+        is_stateless = isinstance(self._optimizer, torch.optim.SGD)
+        for slot, tensor in zip(self._bucket.plan.slots, self._bucket.tensors, strict=True):
+            if is_stateless or self._optimizer.state.get(tensor):
+                self._optimizer.state[tensor][VELOCITY] = slot.view(self._velocity)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalStepsStatistics:
+    """The counters of one rank since the start."""
+
+    num_steps: int
+    num_rounds: int
+    """Rounds of fragments that were merged."""
+    num_waits: int
+    """Of these, how many were not over when they were to be merged."""
+    waited_s: float
+    """Time for which ``step()`` and ``end_period()`` waited for rounds."""
+    period: int
+    """Steps between two rounds of a parameter, as it is now."""
+    parties: tuple[tuple[int, ...], ...]
+    """The ranks of each party."""
+
+    def __str__(self) -> str:
+        """One line for people."""
+        return f"{self.num_rounds} rounds in {self.num_steps} steps, {self.num_waits} waited for: {self.waited_s:.1f} s"
+
+
+class LocalStepsUpdater(WholeUpdater):
+    """Local steps at work on one model."""
+
+    is_synchronous = False
+    shares_buffers = True
+    keeps_own_state = True
+
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        period: int | Literal["auto"],
+        outer: Nesterov | None,
+        fragments: int,
+        overlap: bool,
+        parties: Replicate | None,
+    ) -> None:
+        super().__init__(setting)
+        self._overlaps = overlap
+        self._automatic = AutomaticPeriod() if period == "auto" else None
+        most = USUAL if period == "auto" else period
+        self._period = most if self._automatic is None else self._automatic.num_steps
+        number = min(fragments, most)
+        self._setting = setting
+        self.parties = find_parties(self.collectives.communicator.topology, parties)
+        self._ranks = next(ranks for ranks in self.parties if self.collectives.rank in ranks)
+        self._num_group_streams = 2 + len(self.buckets) if max(map(len, self.parties)) > 1 else 0
+        """Of a party's communicator; every rank takes as many, also one that is a party by itself."""
+        streams = self._reserve(self._num_group_streams)
+        self._party = self._open_party(streams) if len(self._ranks) > 1 else None
+        """What averages gradients over the ranks that make the same local steps, if these are several."""
+        self._parts = _cut(self.buckets, 1 if self.collectives.crossing is not None else number)
+        self._smallest = _divide(self._parts, number)
+        """Fragments as a usual period has them; a shorter one has fewer, each of several of these."""
+        self._fragments = _join(self._smallest, self._period)
+        self._control, self._part_collectives = self._open_ways()
+        """What rounds are told by, and what moves their parts."""
+        self._starts = [bucket.parameters.clone() for bucket in self.buckets]
+        self._outer = [OuterStep(one, self.optimizer, outer) for one in self.buckets if outer is not None]
+        self._flight: Round | None = None
+        """What is on its way."""
+        self._next_round = 0
+        """Its number; the fragment that it is for is the rest of a division by the number of fragments."""
+        self._num_ahead = 0
+        """How many more rounds have begun than steps have asked for."""
+        self._is_equal = True
+        """Whether no step was made since all ranks had the same parameters."""
+        self._weight = 0.0
+        self._unsent = [0.0] * len(self._fragments)
+        """By fragment, the samples since its last round."""
+        self._first_step = 0
+        """After which rounds are counted with the period that there is now."""
+        self._began_s, self._held_up_s = time.monotonic(), 0.0
+        """When the period began to be judged, and for how long rounds have held up steps since."""
+        self._counts = LocalStepsStatistics(
+            num_steps=0, num_rounds=0, num_waits=0, waited_s=0.0, period=self._period, parties=self.parties
+        )
+
+    @property
+    def reporting_ranks(self) -> Sequence[int]:
+        """The ranks of this one's party, which tell each other of every pass."""
+        return self._ranks
+
+    def make_reports(self) -> StepReports | LocalReports:
+        """Return what tells the party of each pass."""
+        return self._party.make_reports() if self._party is not None else LocalReports()
+
+    def begin_backward(self) -> None:
+        """Let the party, if it has several ranks, average gradients."""
+        if self._party is not None:
+            self._party.begin_backward()
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Average the gradients over the party, if it has several ranks."""
+        if self._party is not None:
+            self._party.reduce(bucket)
+
+    def finish_backward(self, report: PendingReport) -> Sequence[bool]:
+        """Take the party's gradients, and note how many samples are behind them."""
+        if self._party is None:
+            present: Sequence[bool] = report.present
+        else:
+            present = self._party.finish_backward(report)
+        self._weight = report.total / len(report.ranks or self._ranks)
+        return present
+
+    def step(self) -> None:
+        """Step the user's optimizer; merge the round that is under way, and begin the next one, when it is time."""
+        if self._is_equal:
+            for start, bucket in zip(self._starts, self.buckets, strict=True):
+                start.copy_(bucket.parameters)  # which a checkpoint may have brought
+            self._is_equal = False
+            self._begin_judging()
+        self.optimizer.step()
+        self._unsent = [samples + self._weight for samples in self._unsent]
+        self._weight = 0.0
+        self.step_number += 1
+        self._counts = replace(self._counts, num_steps=self._counts.num_steps + 1)
+        if self._num_sends(self.step_number) + self._num_ahead > self._next_round:
+            start_s = time.monotonic()
+            self._meet()
+            self._held_up_s += time.monotonic() - max(start_s, self._began_s)
+
+    def end_period(self) -> None:
+        """Follow the others' rounds until all ranks have called this; then all have the same parameters."""
+        self._land()
+        num_ends = 0
+        while num_ends < len(self._fragments):
+            self._send(ends=True)
+            told = self._land()
+            num_ends = num_ends + 1 if bool(told[:, 0].all()) else 0
+        self.step_number = int(told[:, 1].max())  # of the rank that has come furthest
+        if self._automatic is not None:
+            self._first_step = self.step_number
+            self._automatic.begin()
+        self._num_ahead = self._next_round - self._num_sends(self.step_number)
+        self._is_equal = True
+
+    def finish(self) -> None:
+        """End the period, so that all ranks have the same parameters after a close."""
+        self.end_period()
+
+    def go_on_from(self, iteration: int) -> None:
+        """Count from there on."""
+        super().go_on_from(iteration)
+        self._first_step = iteration if self._automatic is not None else 0
+        self._next_round, self._num_ahead = self._num_sends(iteration), 0
+
+    def statistics(self) -> LocalStepsStatistics:
+        """Return what was sent and waited for on this rank."""
+        return self._counts
+
+    def _saved(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return all state of this rank; that of rank 0 under its plain keys, and the outer velocity once."""
+        rank = self.collectives.rank
+        return {key_of_rank(key, rank): value for key, value in state.items() if rank == 0 or key != VELOCITY}
+
+    def load_state(self, source: StateSource) -> None:
+        """Take the state that this rank had; what all ranks have alike, or a rank of a smaller job, where it is new."""
+        self._land()
+        self._is_equal = True
+        self._unsent = [0.0] * len(self._fragments)
+        super().load_state(StateOfRank(source, self.collectives.rank))
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        if self._party is not None:
+            self._party.collectives.communicator.close()
+        if self._part_collectives is not self.collectives:
+            self._part_collectives.close()
+        self.collectives.close()
+
+    def release(self) -> None:
+        """Let go of the memory."""
+        super().release()
+        self._starts.clear()
+        self._outer.clear()
+
+    def _num_sends(self, step: int) -> int:
+        """Return how many rounds have begun by the end of a step, spread evenly over each period."""
+        return (step - self._first_step) * len(self._fragments) // self._period
+
+    def _begin_judging(self) -> None:
+        self._began_s, self._held_up_s = time.monotonic(), 0.0
+
+    def _judge_period(self, told: torch.Tensor) -> None:
+        """Go on with another period if the last one, by what all ranks have told at its end, was too short or long.
+
+        Not while a rank ends, as it follows rounds and makes no steps.
+        """
+        if self._automatic is None or self._next_round % len(self._fragments) or bool(told[:, 0].any()):
+            return
+        if not self._automatic.judge(held_up=float((told[:, 2] / told[:, 3]).min())):
+            return
+        self._begin_judging()
+        self._period = self._automatic.num_steps
+        self._fragments = _join(self._smallest, self._period)
+        self._unsent = spread(self._unsent, len(self._fragments))
+        self._first_step, self._next_round = self.step_number, 0
+        self._num_ahead = 1  # that which begins in this step
+        self._counts = replace(self._counts, period=self._period)
+
+    def _meet(self) -> None:
+        """Merge the round that is under way, if any, and begin the next one."""
+        self._land()
+        self._send(ends=False)
+        if not self._overlaps:
+            self._land()
+            self._is_equal = len(self._fragments) == 1
+
+    def _send(self, *, ends: bool) -> None:
+        """Begin the next round, of the fragment whose turn it is."""
+        number = self._next_round % len(self._fragments)
+        self._next_round += 1
+        copies = self._overlaps and not ends
+        moves = []
+        for part in self._fragments[number]:
+            now = part.of(part.bucket.parameters)
+            moves.append(Move(part.plan, part.of(self._starts[part.bucket.index]), now.clone() if copies else now))
+        weight, self._unsent[number] = self._unsent[number], 0.0
+        self._flight = Round(
+            moves,
+            weight=weight,
+            told=self._told(ends=ends),
+            control=self._control,
+            start_sum=self._start_sum(),
+            label=f"a round of fragment {number}",
+            is_coded=self.collectives.crossing is not None,
+            thread=self._part_collectives.thread,
+        )
+
+    def _told(self, *, ends: bool) -> Sequence[float]:
+        """Return what this rank tells in a round."""
+        return ends, self.step_number, self._held_up_s, max(_LEAST_S, time.monotonic() - self._began_s)
+
+    def _start_sum(self) -> Callable[[Bucket | BucketPlan, torch.Tensor], Work]:
+        """Return what begins to sum whole numbers, by the collectives that there are now."""
+        collectives, step = self._part_collectives, self.step_number
+
+        def start(plan: Bucket | BucketPlan, steps: torch.Tensor) -> Work:
+            return collectives.start(plan, Collective.ALL_REDUCE, step, values=steps)
+
+        return start
+
+    def _arrive(self, flight: Round) -> tuple[Round, list[torch.Tensor]]:
+        """Return the means of a round when they are there, and what it has become meanwhile."""
+        return flight, flight.wait()
+
+    def _open_party(self, streams: range) -> AllReduceUpdater:
+        """Return what averages gradients over this rank's party."""
+        group, schedules = self._open_group(streams)
+        control = ControlStream(group, stream=group.user_stream + 1)
+        collectives = BucketCollectives(group, control=control, bucket_schedules=schedules)
+        return AllReduceUpdater(replace(self._setting, collectives=collectives))
+
+    def _open_group(self, streams: range) -> tuple[Communicator, tuple[BucketSchedule, ...]]:
+        """Return a communicator of this rank's party, and how buckets move there; its second stream is free."""
+        group = self.collectives.communicator.open_group(self._ranks, streams=streams)
+        return group, _plan_whole(group, [bucket.plan for bucket in self.buckets], streams[2])
+
+    def _open_ways(self) -> tuple[ControlStream, BucketCollectives]:
+        """Return what rounds are told by, and what moves their parts."""
+        are_buckets = len(self._parts) == len(self.buckets)
+        return self.collectives.control, self.collectives if are_buckets else self._open_parts()
+
+    def _open_parts(self) -> BucketCollectives:
+        """Return what moves parts that are no buckets."""
+        job, plans = self.collectives.communicator, [part.plan for part in self._parts]
+        schedules = _plan_whole(job, plans, self._reserve(len(plans)).start)
+        return BucketCollectives(job, control=self.collectives.control, bucket_schedules=schedules)
+
+    def _reserve(self, number: int) -> range:
+        return self._setting.reserve_streams(number)
+
+    @torch.no_grad()
+    def _land(self) -> torch.Tensor:
+        """Merge the round that is under way, if any; return what the ranks have told in it."""
+        if self._flight is None:
+            return torch.empty(0, _NUM_TOLD)
+        parts = self._fragments[(self._next_round - 1) % len(self._fragments)]
+        start_s, num_waits = time.monotonic(), self._counts.num_waits + (not self._flight.is_over)
+        with self.collectives.communicator.progress.waiting("round"):
+            flight, means = self._arrive(self._flight)
+        self._flight = None
+        waited_s = self._counts.waited_s + time.monotonic() - start_s
+        num_rounds = self._counts.num_rounds + 1
+        self._counts = replace(self._counts, num_rounds=num_rounds, num_waits=num_waits, waited_s=waited_s)
+        has_weight = sum(flight.weights) > 0
+        for part, move, new in zip(parts, flight.moves, means, strict=True):
+            if self._outer and has_weight:
+                self._outer[part.bucket.index].apply(part, move.start, new)
+            now = part.of(part.bucket.parameters)
+            if move.values.data_ptr() == now.data_ptr():
+                now.copy_(new)
+            else:
+                now.add_(new - move.values)
+            move.start.copy_(new)
+        self._note_merged(flight)
+        told = flight.wait_told()
+        self._judge_period(told)
+        return told
+
+    def _note_merged(self, flight: Round) -> None:
+        """Take note of a round that was merged."""
+
+
+def _plan_whole(job: Communicator, plans: Sequence[BucketPlan], first_stream: int) -> tuple[BucketSchedule, ...]:
+    return plan_bucket_schedules(job, plans, BucketScheduleOptions(is_divided=False), first_stream=first_stream)
+
+
+def _cut(buckets: Sequence[Bucket], num_fragments: int) -> list[BucketPart]:
+    """Cut buckets where one of so many equal fragments ends and the next begins, in forward order.
+
+    Not where that leaves less than a sixteenth of a fragment, which costs its calls; nor for more fragments than there
+    are pieces of :data:`LEAST_BYTES`.
+    """
+    total = sum(bucket.plan.num_bytes for bucket in buckets)
+    count, before = min(num_fragments, math.ceil(total / LEAST_BYTES)), 0
+    parts: list[BucketPart] = []
+    for bucket in buckets:
+        size, num_bytes = bucket.plan.num_elements, bucket.plan.num_bytes
+        ends = ((total * number // count - before) * size // num_bytes for number in range(1, count))
+        cuts = [end for end in ends if total * size < 16 * count * num_bytes * min(end, size - end)]
+        for start, stop in pairwise([0, *cuts, size]):
+            shape = (stop - start,)
+            whole = Slot(name=f"{start} to {stop}", position=0, start=0, stop=shape[0], shape=shape, stride=(1,))
+            plan = replace(bucket.plan, index=len(parts), slots=(whole,))
+            parts.append(BucketPart(bucket=bucket, start=start, stop=stop, plan=plan))
+        before += num_bytes
+    return parts
+
+
+def _join(fragments: Sequence[list[BucketPart]], period: int) -> list[list[BucketPart]]:
+    """Join neighbours, so that no more are left than a period has steps."""
+    number = min(len(fragments), period)
+    ends = [len(fragments) * count // number for count in range(number + 1)]
+    return [[part for each in fragments[start:stop] for part in each] for start, stop in pairwise(ends)]
+
+
+def spread(unsent: Sequence[float], number: int) -> list[float]:
+    """Return for each of so many fragments what the one has that was in its place."""
+    return [unsent[fragment * len(unsent) // number] for fragment in range(number)]
+
+
+def _divide(parts: Sequence[BucketPart], number: int) -> list[list[BucketPart]]:
+    """Divide parts into fragments of about as many bytes, in forward order; some are empty if there are few."""
+    total = sum(part.plan.num_bytes for part in parts)
+    fragments: list[list[BucketPart]] = [[] for _ in range(number)]
+    before = 0
+    for part in parts:
+        middle = before + part.plan.num_bytes / 2
+        fragments[int(middle * number / total)].append(part)
+        before += part.plan.num_bytes
+    return fragments
