@@ -2,12 +2,14 @@
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "syncline"
-FUZZ = Path(__file__).parents[1] / "fabric" / "native"
+TESTS = Path(__file__).parents[1]
+FUZZ = TESTS / "fabric" / "native"
 FILES = sorted(SOURCE.rglob("*.py"))
 NATIVE_FILES = sorted(path for folder in (SOURCE, FUZZ) for path in folder.rglob("*.[ch]pp"))
 MAX_FILE_LINES = 800
@@ -73,3 +75,9 @@ def test_native_file_keeps_the_size_promises(path: Path) -> None:
 
 def test_native_files_are_found() -> None:
     assert {"transport.cpp", "receiver.hpp", "fuzz_frames.cpp"} <= {path.name for path in NATIVE_FILES}
+
+
+def test_each_test_module_has_a_name_of_its_own():
+    """Folders of tests are no packages: of two that are called alike pytest collects one, and fails at the other."""
+    names = Counter(path.name for path in TESTS.rglob("test_*.py"))
+    assert [name for name, number in names.items() if number > 1] == []
