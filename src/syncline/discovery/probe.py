@@ -17,7 +17,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, permutations
 
 import numpy as np
 
@@ -38,12 +38,14 @@ LATE = 4.0
 MOST_MESSAGES = 1 << 13
 WARM_PART, FAR_WARM_PART = 0.3, 0.6
 FAR_S = 0.004
-"""A round trip of a flow that is far."""
+"""A round trip of a flow that is far, or longer."""
 FAR_BYTES = 16 << 10
 """Of its largest message."""
 NUM_ROUND_TRIPS, MOST_ROUND_TRIP_S = 8, 0.3
 FAR_GROWTH = 1.5
+"""So many times the messages that were answered in the last round trip are under way."""
 NUM_POSTED_FAR = 32
+"""Receives that are posted at once; what comes beyond them waits in the credit of its sender."""
 URGENCY = 0
 Ends = tuple[int, float]
 """The other host of a flow, and the seconds there and back."""
@@ -97,8 +99,9 @@ class Prober:
         self._receiving: dict[tuple[int, int], _Receiving] = {}
         self._round = 0
         self._rates: dict[Flow, float] = {}
-        self._trips: dict[int, list[float]] = {}
-        """By host, the round trips to all hosts, in seconds."""
+        self._told_trips: dict[int, list[float]] = {}
+        """By host, the round trips to all hosts, in seconds, as it told them."""
+        self._trips: dict[Flow, float] = {}
         self._is_over: asyncio.Future[None] | None = None
 
     async def open(self) -> None:
@@ -108,15 +111,15 @@ class Prober:
     async def round_trips(self) -> dict[Flow, float]:
         """Return the seconds from each host to each other and back, as far as kernels know; ask them once."""
         if not self._trips:
+            told = self._told_trips
             for place in range(len(self._ranks)):
                 self._tell(place, {"trips": True})
-            await self._until(lambda: len(self._trips) == len(self._ranks))
-        return {
-            (one, other): min(filter(None, (trips[other], self._trips[other][one])), default=0.0)
-            for one, trips in self._trips.items()
-            for other in self._trips
-            if one != other
-        }
+            await self._until(lambda: len(told) == len(self._ranks))
+            self._trips = {
+                (one, other): min(filter(None, (told[one][other], told[other][one])), default=0.0)
+                for one, other in permutations(told, 2)
+            }
+        return self._trips
 
     async def measure(self, flows: Sequence[Flow], flow_s: float) -> Round:
         """Let hosts send to others all at once for so long; :class:`TimeoutError` where some flow does not end."""
@@ -164,7 +167,7 @@ class Prober:
                 trips = self._port.round_trips()
                 self._tell(0, {"trips": [trips.get(rank, 0.0) for rank in self._ranks]})
             case {"trips": list(trips)}:
-                self._trips[place] = trips
+                self._told_trips[place] = trips
                 self._look_again()
             case {"sent": int(count), "in": int(number)}:
                 self._receiving[number, place].expected = count

@@ -6,6 +6,7 @@ chosen, and nothing else than the call's own arguments goes in.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from functools import cached_property, lru_cache, partial
@@ -76,12 +77,9 @@ class Plans:
         if not self._topology.has_rates:
             return MOST_INFLIGHT_BYTES
         num_levels = max(len(self._topology.path(rank)) for rank in range(self._topology.num_ranks)) - 1
-        from syncline.schedule import lower_bound
-
-        seconds = lower_bound(self._topology, Collective.ALL_REDUCE, MAX_SLICE_BYTES)
+        inflight_bytes = max(MIN_INFLIGHT_SLICES, 2 * num_levels) * self.slice_bytes
         crossing_s = NUM_CROSSINGS * longest_way_s(self._topology.root)
-        crossing_bytes = int(MAX_SLICE_BYTES * crossing_s / seconds) if seconds else 0
-        return max(MIN_INFLIGHT_SLICES, 2 * num_levels) * self.slice_bytes + crossing_bytes
+        return inflight_bytes + int(crossing_s * _reduced_bytes_per_s(self._topology)) if crossing_s else inflight_bytes
 
     @cached_property
     def at_hand(self) -> Schedule:
@@ -161,12 +159,18 @@ def _slice_bytes(topology: Topology) -> int:
     """Return the size of slices between machines; it depends on nothing else than the topology."""
     if not topology.has_rates:
         return max(LEAST_SLICE_BYTES_WITHOUT_RATES, LEAST_BYTES_PER_RANK_WITHOUT_RATES * topology.num_ranks)
-    from syncline.schedule import lower_bound
     from syncline.schedule.cost import LEAST_BYTES_PER_RANK
 
-    seconds = lower_bound(topology, Collective.ALL_REDUCE, MAX_SLICE_BYTES)
-    wanted = int(MAX_SLICE_BYTES * min(1.0, SLICE_S / seconds)) if seconds else MAX_SLICE_BYTES
+    wanted = int(min(MAX_SLICE_BYTES, SLICE_S * _reduced_bytes_per_s(topology)))
     return max(wanted, LEAST_SLICE_BYTES, LEAST_BYTES_PER_RANK * topology.num_ranks)
+
+
+def _reduced_bytes_per_s(topology: Topology) -> float:
+    """Return how much of a buffer all ranks could reduce in a second, by what links carry."""
+    from syncline.schedule import lower_bound
+
+    seconds = lower_bound(topology, Collective.ALL_REDUCE, MAX_SLICE_BYTES)
+    return MAX_SLICE_BYTES / seconds if seconds else math.inf
 
 
 def _slice_bytes_without_rates(topology: Topology) -> int:
