@@ -288,7 +288,9 @@ def check(theatre: Theatre) -> dict[str, Any]:
     is_frozen = assignment.fate == "freeze"
     for rank in victims:
         error = outcomes.pop(rank, {"error": ""})["error"]
-        assert not is_frozen or error.startswith(("PeerLostError", "UpdateError")), f"{assignment}: {error}"
+        assert not is_frozen or error.startswith(("PeerLostError", "QuorumLostError", "UpdateError")), (
+            f"{assignment}: {error}"
+        )
     errors = {rank: outcome["error"] for rank, outcome in outcomes.items() if "error" in outcome}
     assert not errors, f"{assignment}: {errors}"
     states = [theatre.struck[rank].state for rank in victims]

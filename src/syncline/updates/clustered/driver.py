@@ -14,7 +14,7 @@ from functools import partial
 
 from syncline.errors import DeadlineError, PeerLostError, SynclineError, UpdateError, accusing
 from syncline.fabric import GivenUpError
-from syncline.members import describe_ranks
+from syncline.members import QuorumLostError, describe_ranks
 from syncline.observe import Trace
 from syncline.runtime import Communicator
 from syncline.runtime.failures import AS_MANY_BATCHES, LOOK
@@ -347,11 +347,13 @@ class ClusterDriver(Driver):
             text = f"{cause}. Therefore {text}"
         losses = reversed(self.membership.losses.items())
         newest, error = next(((rank, loss.error) for rank, loss in losses if loss.error is not None), (None, None))
+        text += f". Last lost: {error}" if newest is not None else ""
         failure: SynclineError = UpdateError(text)
-        if newest is not None:
-            host = self._topology.host_of(newest).name
-            failure = PeerLostError(f"{text}. Last lost: {error}", rank=newest, host=host)
-            failure.__cause__ = error
+        if stop.are_too_few:
+            failure = QuorumLostError(text, missing=stop.accused)
+        elif newest is not None:
+            failure = PeerLostError(text, rank=newest, host=self._topology.host_of(newest).name)
+        failure.__cause__ = error
         self.fail(accusing(failure, *accused))
 
     def _take_statistics(self) -> ClusteredStatistics:

@@ -270,6 +270,8 @@ class Stop:
 
     reason: str
     accused: tuple[int, ...]
+    are_too_few: bool = False
+    """Whether it is for want of a quorum."""
 
 
 Instruction = Send | Enter | Run | Abandon | Stop

@@ -154,7 +154,7 @@ class Node:
         self._unheard = heard
         shortage = self.view.membership.shortage(self._quorum) or self._elders.shortage(self._quorum)
         if shortage is not None:
-            self._stop(f"{shortage}, or allow a smaller quorum", shortage.missing)
+            self._stop(f"{shortage}, or allow a smaller quorum", shortage.missing, are_too_few=True)
             return
         self._post(self.member.follow())
         for server in tuple(self.servers.values()):
@@ -169,10 +169,10 @@ class Node:
             else:
                 self._unheard.append((peer, message, dead))
 
-    def _stop(self, reason: str, accused: tuple[int, ...]) -> None:
+    def _stop(self, reason: str, accused: tuple[int, ...], *, are_too_few: bool = False) -> None:
         self.stopped = reason
         self._mail.clear()
-        self._instructions = [Stop(reason=reason, accused=accused)]
+        self._instructions = [Stop(reason=reason, accused=accused, are_too_few=are_too_few)]
 
     def _post(self, messages: Iterable[tuple[int, Message]]) -> None:
         """Send messages to others, and hear those to this rank itself when what is under way is done."""
