@@ -77,6 +77,25 @@ def _gather(number: int) -> None:
     JoinServer._look = wait  # type: ignore[method-assign]
 
 
+def count_switches() -> list[int]:
+    """Return what grows by one with each switch that this process begins."""
+    switch, begun = FleetGrowth._switch, [0]
+
+    def count(self: FleetGrowth, *arguments: Any) -> None:
+        begun[0] += 1
+        switch(self, *arguments)
+
+    FleetGrowth._switch = count  # type: ignore[method-assign]
+    return begun
+
+
+def open_door(folder: Path, waiting: dict[str, int], fleet: syncline.Fleet, step: int, begun: int) -> None:
+    """Write where to ask into the pipes of newcomers that wait for this step, or (0) for a switch to have begun."""
+    for newcomer in [each for each, after in waiting.items() if (step >= after if after else begun)]:
+        (folder / f"come-{newcomer}").write_text(str(fleet.join_address))
+        del waiting[newcomer]
+
+
 def prepare(plan: dict[str, Any], own: int) -> None:
     """Let process ``own`` do what the plan says of it."""
     gc.disable()  # it may come much later than the next step

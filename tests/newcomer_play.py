@@ -7,8 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from torch.distributed import TCPStore
 
 from growth_faults import batch
 from newcomer_process import PERIOD, model_of
@@ -16,18 +18,89 @@ from rank_scripts import run_script
 
 SCRIPT = Path(__file__).with_name("newcomer_process.py")
 KILLED = -9
+DEATHS = pytest.mark.parametrize(
+    ("who", "place", "left", "told_newcomer"),
+    [
+        (4, "take", [0, 1, 2, 3], ""),
+        (4, "resume", [0, 1, 2, 3], ""),
+        (1, "meet", [0, 2, 3], "PeerLostError: rank 1"),
+        (0, "give", [1, 2, 3], "PeerLostError: rank 0"),
+    ],
+)
+"""Who dies at which place of a switch, of four members and newcomer 4, which is told so; who is left."""
+SPLITS = pytest.mark.parametrize(
+    ("miss", "num_come", "left"),
+    [([1, 2, 3], 3, [1, 2, 3]), ([3], 1, [0, 1, 2, 4])],
+    ids=["most go back", "one goes back"],
+)
+"""Which of four members go back once all have met, with how many newcomers; who goes on, whatever newcomers say."""
+Played = tuple[list[tuple[int, str]], list[list[Any]]]
 
 
-def play(folder: Path, number: int, plan: dict[str, Any]) -> tuple[list[tuple[int, str]], list[list[Any]]]:
+def play(folder: Path, number: int, plan: dict[str, Any], *, script: Path = SCRIPT) -> Played:
     """Run a plan (see the script) with ``number`` processes; return what each wrote, and what each told in JSON."""
     for newcomer in plan["come"]:
         os.mkfifo(folder / f"come-{newcomer}")
-    results = run_script(SCRIPT, number, str(folder), json.dumps({"leave": {}} | plan))
+    results = run_script(script, number, str(folder), json.dumps({"leave": {}} | plan))
     told = [
         [json.loads(line.removeprefix("told ")) for line in output.splitlines() if line.startswith("told ")]
         for _, output in results
     ]
     return results, told
+
+
+def play_return(folder: Path, victim: int, plan: dict[str, Any], *, script: Path = SCRIPT) -> tuple[Played, list[int]]:
+    """Let one of three members be killed, and newcomer 3 come; return what is played, and who is left."""
+    plan = {"members": 3, "leave": {str(victim): 7}, "come": {"3": 8}, "door": 1, "switches": 1, "last": 2} | plan
+    results, told = play(folder, 4, plan, script=script)
+    assert [status for status, _ in results] == [KILLED if own == victim else 0 for own in range(4)], results
+    return (results, told), [*(own for own in range(3) if own != victim), 3]
+
+
+def check_return(played: Played, left: list[int], victim: int) -> None:
+    """All steps were those of one process over the batches of who was there, and one training is left of two."""
+    (results, told), door = played, 1
+    all_left = [told[own] for own in left]
+    came = told[3][0][0]
+    assert members_at_last(all_left) == left
+    assert told[door][-1] == {"changes": [[[victim], [], 9], [[], [3], came + 1]], "num_updaters": 1}
+    assert f"syncline: rank 3 came in after step {came}; 3 ranks go on in epoch 1" in results[left[0]][1]
+    check_replayed(all_left, unlike=range(7, came + 1))
+
+
+def play_death(
+    folder: Path, death: tuple[int, str, list[int], str], plan: dict[str, Any], *, script: Path = SCRIPT
+) -> list[list[Any]]:
+    """Play one of :data:`DEATHS`, after which newcomer 5 comes in; return what those told that are left then."""
+    who, place, left, told_newcomer = death
+    plan = {
+        "members": 4,
+        "die": {str(who): place},
+        "come": {"4": 4, "5": 0},
+        "door": 2,
+        "switches": 2,
+        "last": 2,
+    } | plan
+    results, told = play(folder, 6, plan, script=script)
+    for own, (status, output) in enumerate(results):
+        assert status == (KILLED if own == who else 0 if own in (*left, 5) else 1), results
+        assert own != 4 or told_newcomer in output
+    return [told[own] for own in (*left, 5)]
+
+
+def play_split(
+    folder: Path, split: tuple[list[int], int, list[int]], plan: dict[str, Any], *, script: Path = SCRIPT
+) -> list[list[Any]]:
+    """Play one of :data:`SPLITS`; return what those told that go on. The others hear that they are too few."""
+    miss, num_come, left = split
+    come = {str(own): 4 for own in range(4, 4 + num_come)}
+    plan = {"members": 4, "miss": miss, "come": come, "together": num_come, "switches": 1, "last": 3} | plan
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results, told = play(folder, 4 + num_come, plan | {"meeting_port": store.port}, script=script)
+    for own, (status, output) in enumerate(results):
+        assert status == (0 if own in left else 1), results
+        assert own in left or "QuorumLostError" in output or (own >= 4 and "PeerLostError" in output), output
+    return [told[own] for own in left]
 
 
 def ends_of(told: list[list[Any]]) -> dict[int, tuple[list[int], list[float]]]:

@@ -26,8 +26,7 @@ import torch
 from torch import nn
 
 import syncline
-from growth_faults import batch, prepare, start
-from syncline.pytorch.epochs import FleetGrowth
+from growth_faults import batch, count_switches, open_door, prepare, start
 from syncline.updates import Updater
 
 DEADLINE_S = 100.0
@@ -49,18 +48,6 @@ def rule_of(plan: dict[str, Any], alters: dict[str, int]) -> syncline.Overlapped
     if plan.get("rule") == "clustered":
         return syncline.Clustered(**{"period": period, "features": ()} | plan.get("settings", {}))
     return syncline.Overlapped(period=period, bucket_bytes=512, max_staleness=plan.get("max_staleness", 0))
-
-
-def count_switches() -> list[int]:
-    """Return what grows by one with each switch that this process begins."""
-    switch, begun = FleetGrowth._switch, [0]
-
-    def count(self: FleetGrowth, *arguments: Any) -> None:
-        begun[0] += 1
-        switch(self, *arguments)
-
-    FleetGrowth._switch = count  # type: ignore[method-assign]
-    return begun
 
 
 def tell(what: object) -> None:
@@ -120,9 +107,7 @@ def train(folder: Path, plan: dict[str, Any], own: int, begun: list[int], parts:
         num_last += is_last
         tell_end(optimizer, fleet)
         if own == plan.get("door", 0):
-            for newcomer in [each for each, after in waiting.items() if (step >= after if after else begun[0])]:
-                (folder / f"come-{newcomer}").write_text(str(fleet.join_address))
-                del waiting[newcomer]
+            open_door(folder, waiting, fleet, step, begun[0])
 
 
 if __name__ == "__main__":

@@ -24,8 +24,7 @@ import torch
 from torch import nn
 
 import syncline
-from growth_faults import prepare, start
-from syncline.pytorch.epochs import FleetGrowth
+from growth_faults import count_switches, open_door, prepare, start
 
 DEADLINE_S = 100.0
 LAST = 6
@@ -45,18 +44,6 @@ class Tally(nn.Module):
     def forward(self, number: int) -> torch.Tensor:
         self.last.fill_(number)
         return -torch.stack([count[number] for count in self.counts]).sum()
-
-
-def count_switches() -> list[int]:
-    """Return what grows by one with each switch that this process begins."""
-    switch, begun = FleetGrowth._switch, [0]
-
-    def count(self: FleetGrowth, *arguments: Any) -> None:
-        begun[0] += 1
-        switch(self, *arguments)
-
-    FleetGrowth._switch = count  # type: ignore[method-assign]
-    return begun
 
 
 def main(folder: Path, plan: dict[str, Any]) -> None:
@@ -112,9 +99,7 @@ def train(folder: Path, plan: dict[str, Any], own: int, begun: list[int], parts:
             model(fleet.members[fleet.rank]).backward()
         optimizer.step()
         if own == plan.get("door", 0):
-            for newcomer in [each for each, after in waiting.items() if (step >= after if after else begun[0])]:
-                (folder / f"come-{newcomer}").write_text(str(fleet.join_address))
-                del waiting[newcomer]
+            open_door(folder, waiting, fleet, step, begun[0])
     optimizer.end_period()
 
 

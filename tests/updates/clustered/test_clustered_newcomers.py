@@ -3,9 +3,19 @@
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
 
-from newcomer_play import KILLED, check_replayed, ends_of, members_at_last, play
+from newcomer_play import (
+    DEATHS,
+    KILLED,
+    SPLITS,
+    check_return,
+    ends_of,
+    members_at_last,
+    play,
+    play_death,
+    play_return,
+    play_split,
+)
 
 TWO = {"rule": "clustered", "settings": {"features": (), "clusters": 2}, "hosts": ["a", "a", "b", "b", "b", "b", "b"]}
 
@@ -13,17 +23,8 @@ TWO = {"rule": "clustered", "settings": {"features": (), "clusters": 2}, "hosts"
 @pytest.mark.parametrize("victim", [0, 2])
 def test_who_was_killed_comes_back_into_one_cluster(victim: int, tmp_path: Path) -> None:
     """Also as the one that led, whose place another takes for those that ask to come in."""
-    door = 1
-    plan = {"members": 3, "leave": {str(victim): 7}, "come": {"3": 8}, "door": door, "switches": 1, "last": 2}
-    results, told = play(tmp_path, 4, plan | {"rule": "clustered"})
-    assert [status for status, _ in results] == [KILLED if own == victim else 0 for own in range(4)], results
-    left = [own for own in range(3) if own != victim]
-    all_left = [told[own] for own in (*left, 3)]
-    came = told[3][0][0]
-    assert members_at_last(all_left) == [*left, 3]
-    assert told[door][-1] == {"changes": [[[victim], [], 9], [[], [3], came + 1]], "num_updaters": 1}
-    assert f"syncline: rank 3 came in after step {came}; 3 ranks go on in epoch 1" in results[left[0]][1]
-    check_replayed(all_left, unlike=range(7, came + 1))
+    played, left = play_return(tmp_path, victim, {"rule": "clustered"})
+    check_return(played, left, victim)
 
 
 def moment_at(iteration: int, told: list) -> float:
@@ -62,41 +63,18 @@ def test_who_comes_from_several_clusters_into_one_begins_with_an_optimizer_witho
     assert members_at_last(told) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("who", "place", "left", "told_newcomer"),
-    [
-        (4, "take", [0, 1, 2, 3], ""),
-        (4, "resume", [0, 1, 2, 3], ""),
-        (1, "meet", [0, 2, 3], "PeerLostError: rank 1"),
-        (0, "give", [1, 2, 3], "PeerLostError: rank 0"),
-    ],
-)
+@DEATHS
 def test_whoever_dies_in_a_switch_those_that_live_go_on_and_take_the_next_one_in(
     tmp_path: Path, who: int, place: str, left: list[int], told_newcomer: str
 ) -> None:
-    plan = {"members": 4, "die": {str(who): place}, "come": {"4": 4, "5": 0}, "door": 3, "switches": 2, "last": 2}
-    results, told = play(tmp_path, 6, plan | TWO | {"hosts": ["a", "a", "b", "b", "a", "a"]})
-    for own, (status, output) in enumerate(results):
-        assert status == (KILLED if own == who else 0 if own in (*left, 5) else 1), results
-        assert own != 4 or told_newcomer in output
-    all_left = [told[own] for own in (*left, 5)]
+    plan = TWO | {"hosts": ["a", "a", "b", "b", "a", "a"], "door": 3}
+    all_left = play_death(tmp_path, (who, place, left, told_newcomer), plan)
     assert members_at_last(all_left)[:-1] == left
 
 
-@pytest.mark.parametrize(
-    ("miss", "num_come", "left"),
-    [([1, 2, 3], 3, [1, 2, 3]), ([3], 1, [0, 1, 2, 4])],
-    ids=["most go back", "one goes back"],
-)
+@SPLITS
 def test_members_that_are_split_between_two_fabrics_go_on_in_one(
     tmp_path: Path, miss: list[int], num_come: int, left: list[int]
 ) -> None:
-    """Whatever newcomers say: where most of the members went back, rank 0 stops, though four of seven are with it."""
-    come = {str(own): 4 for own in range(4, 4 + num_come)}
-    plan = {"members": 4, "miss": miss, "come": come, "together": num_come, "switches": 1, "last": 3}
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results, told = play(tmp_path, 4 + num_come, plan | TWO | {"meeting_port": store.port})
-    for own, (status, output) in enumerate(results):
-        assert status == (0 if own in left else 1), results
-        assert own in left or "are in reach" in output or (own >= 4 and "PeerLostError" in output)
-    ends_of([told[own] for own in left])
+    """Where most of the members went back, rank 0 stops, though four of seven are with it."""
+    ends_of(play_split(tmp_path, (miss, num_come, left), TWO))
