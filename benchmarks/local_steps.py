@@ -14,11 +14,13 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from accelerator import Timer
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import syncline
 
@@ -27,9 +29,13 @@ CODES: tuple[Any, ...] = ("bf16", "int8", "int4", "auto")
 RULES: dict[str, Callable[[], Any]] = {
     "synchronous": syncline.AllReduce,
     "sharded": syncline.Sharded,
+    "overlap-forward": partial(syncline.Sharded, overlap_forward=True),
+    "overlapped": syncline.Overlapped,
     "clustered": lambda: syncline.Clustered(clusters=SITES, features=()),
     "forecast": lambda: syncline.Clustered(clusters=SITES, features=(), forecast=1.0),
     "local": lambda: syncline.LocalSteps(parties=None),
+    "local-auto": lambda: syncline.LocalSteps(period="auto"),
+    "local-default": syncline.LocalSteps,
     "quarters": lambda: syncline.LocalSteps(parties=None, fragments=4),
     "in-turn": lambda: syncline.LocalSteps(parties=None, fragments=1, overlap=False),
     "diloco": lambda: syncline.LocalSteps(parties=None, fragments=1, overlap=False, outer=syncline.Nesterov()),
@@ -43,19 +49,21 @@ RULES: dict[str, Callable[[], Any]] = {
 def time_step(method: str, options: argparse.Namespace) -> None:
     """Print the seconds of a step: all of them over their number, without the first period."""
     torch.manual_seed(0)
-    model: Any = nn.Sequential(*(nn.Linear(300, 300) for _ in range(4)))
+    model: Any = nn.Sequential(*(nn.Linear(options.width, options.width) for _ in range(options.layers)))
     optimizer: Any = torch.optim.Adam(model.parameters(), lr=1e-3)
-    if method == "ddp":
+    fleet = None
+    if method in ("ddp", "fsdp2"):
         torch.distributed.init_process_group("gloo")
-        model, fleet = nn.parallel.DistributedDataParallel(model), None
+        model = nn.parallel.DistributedDataParallel(model) if method == "ddp" else _fully_sharded(model)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     else:
         fleet = syncline.init(insecure=True)
         model, optimizer = syncline.distribute(model, optimizer, RULES[method](), fleet=fleet)
     start_s, moments = 0.0, []
-    for step in range(16 + options.steps):
-        if step == 16:
+    for step in range(options.leading + options.steps):
+        if step == options.leading:
             start_s = time.monotonic()
-        inputs = torch.randn(1, 300, requires_grad=True)
+        inputs = torch.randn(1, options.width, requires_grad=True)
         compute: Any = Timer.apply
         compute(model(compute(inputs, 0.02, True)), 0.03, False).square().mean().backward()
         optimizer.step()
@@ -63,7 +71,8 @@ def time_step(method: str, options: argparse.Namespace) -> None:
         moments.append(time.monotonic())
     taken_s = (moments[-1] - start_s) / options.steps
     if int(os.environ["RANK"]) == 0:
-        print(f"{method}: {taken_s:.3f} s, load {os.getloadavg()[0]:.1f}", flush=True)
+        each = " ".join(f"{b - a:.2f}" for a, b in pairwise(moments[-options.steps - 1 :]))
+        print(f"{method}: {taken_s:.3f} s, load {os.getloadavg()[0]:.1f}: {each}", flush=True)
     if fleet is None:
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
@@ -71,11 +80,20 @@ def time_step(method: str, options: argparse.Namespace) -> None:
         fleet.close()
 
 
+def _fully_sharded(model: nn.Module) -> nn.Module:
+    for layer in model.children():
+        fully_shard(layer)
+    return fully_shard(model)
+
+
 def main() -> None:
     """Measure each method."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", required=True)
     parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--leading", type=int, default=16, help="Steps before, not counted.")
+    parser.add_argument("--width", type=int, default=300)
+    parser.add_argument("--layers", type=int, default=4)
     options = parser.parse_args()
     torch.set_num_threads(1)
     for method in options.methods:

@@ -165,6 +165,12 @@ def test_what_a_route_carries_in_a_round_trip_is_under_way_beside_the_window():
     assert (up.part_bytes, up.target_s) == (12_500_000 * 0.045 // 3, 0.050)
     assert (down.part_bytes, down.target_s) == (25_000_000 * 0.045 // 2, 0.050), "the longest way over it counts"
     assert (up.most_bytes, down.most_bytes) == (12_500_000 * 0.045, 25_000_000 * 0.045)
+    assert (up.least_bytes, down.least_bytes) == (12_500_000 * 0.030 // 3, 25_000_000 * 0.030 // 2), "it waits nowhere"
+
+
+def test_without_latency_shares_fall_as_far_as_they_did():
+    sizes = fit_grants(FabricOptions(), rank=0, world_size=8, topology=Topology.load("two-racks-5-3"))
+    assert {share.least_bytes for shares in sizes["shares"].values() for share in shares} == {16 * KIB}
 
 
 def test_what_is_far_is_bounded_by_the_rate_of_the_own_link():

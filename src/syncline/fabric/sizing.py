@@ -14,7 +14,8 @@ SHARED_WINDOW_S: half of that stands in the queue while the other half are grant
 queue is shorter than that, senders tell how much was lost, and less is granted (``native/link_share.hpp``).
 
 From a grant to what it brings takes the latency of the route there and back. What the route carries in that time is
-under way too, beside what lasts a window, and waits nowhere: where latency is high it is most of all.
+under way too, beside what lasts a window, and waits nowhere: where latency is high it is most of all. So it is what is
+left to a receiver where much is lost: no queue is shorter for it, and shares grow back by round trips.
 """
 
 from __future__ import annotations
@@ -189,12 +190,13 @@ def _shares(topology: Topology | None, rank: int) -> dict[int, tuple[LinkShare, 
             return None
         below = inner[directed.child]
         num_receivers = below if directed.direction == "down" else topology.num_ranks - below
-        window_bytes = int(link.bytes_per_s(directed.direction) * (SHARED_WINDOW_S + far_s[directed]))
+        rate = link.bytes_per_s(directed.direction)
+        window_bytes = int(rate * (SHARED_WINDOW_S + far_s[directed]))
         part_bytes = max(MIN_CHUNK_BYTES, window_bytes // num_receivers)
         return LinkShare(
             part_bytes=part_bytes,
             most_bytes=max(part_bytes, window_bytes),
-            least_bytes=MIN_QUANTUM_BYTES,
+            least_bytes=max(MIN_QUANTUM_BYTES, int(rate * far_s[directed]) // num_receivers),
             target_s=TARGET_S + far_s[directed],
         )
 
