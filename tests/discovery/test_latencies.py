@@ -12,7 +12,8 @@ from emulated_networks import random_racks
 
 from syncline.discovery import probe
 from syncline.discovery.latencies import LEAST_S, with_latencies
-from syncline.discovery.probe import FAR_S, Prober
+from syncline.discovery.probe import Prober
+from syncline.fabric.sizing import FAR_S
 from syncline.runtime import communicators_in_memory
 from syncline.runtime.port import Port
 from syncline.topology import Host, Switch, Topology

@@ -67,10 +67,12 @@ def test_a_congestion_control_that_the_kernel_lacks_is_refused():
 
 
 class Refusing(socket.socket):
-    """A socket of a user who may not choose cubic."""
+    """A socket of a user who may not choose some controls."""
+
+    refused = (b"cubic",)
 
     def setsockopt(self, level, name, value):
-        if value == b"cubic":
+        if value in self.refused:
             raise PermissionError(1, "Operation not permitted")
         super().setsockopt(level, name, value)
 
@@ -85,6 +87,14 @@ def test_a_user_who_may_not_choose_cubic_gets_what_heeds_losses_too():
         prepare_connected(sock, 0, FabricOptions(congestion="cubic"))
         assert congestion_of(sock) == "reno"
         assert resent_segments(sock) == 0
+
+
+def test_where_the_kernel_has_no_bbr_what_is_far_is_sent_as_other_slow_routes_are():
+    with socket.create_server(("127.0.0.1", 0)) as listening, Refusing() as sock:
+        sock.refused = (b"bbr",)
+        sock.connect(listening.getsockname())
+        prepare_connected(sock, 0, FabricOptions(congestion="bbr"))
+        assert congestion_of(sock) == "cubic"
 
 
 def test_only_tcp_sends_segments_again():

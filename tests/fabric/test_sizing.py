@@ -173,6 +173,15 @@ def test_without_latency_shares_fall_as_far_as_they_did():
     assert {share.least_bytes for shares in sizes["shares"].values() for share in shares} == {16 * KIB}
 
 
+def test_only_what_is_far_is_sent_by_a_control_that_does_not_begin_slowly_after_a_pause():
+    options = fit_options(FabricOptions(), rank=0, world_size=5, topology=Topology.parse(SITES))
+    assert [options[peer].congestion for peer in range(5)] == [None, "cubic", "bbr", "bbr", "bbr"]
+    near = fit_options(FabricOptions(), rank=0, world_size=8, topology=Topology.load("two-racks-5-3"))
+    assert {options.congestion for peer, options in near.items() if peer} == {"cubic"}
+    asked = fit_options(FabricOptions(congestion="reno"), rank=0, world_size=5, topology=Topology.parse(SITES))
+    assert {options.congestion for options in asked.values()} == {"reno"}
+
+
 def test_what_is_far_is_bounded_by_the_rate_of_the_own_link():
     uplink = "{rate: 1 Gbit/s, latency: 10 ms}"
     sites = [f"{{switch: s{k}, uplink: {uplink}, children: [{{host: h{k}, uplink: 1 Gbit/s}}]}}" for k in range(4)]

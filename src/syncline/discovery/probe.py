@@ -22,6 +22,7 @@ from itertools import accumulate, permutations
 import numpy as np
 
 from syncline.discovery.tree_search import Flow, Round
+from syncline.fabric.sizing import FAR_S
 from syncline.fabric.slice_executor import first_tag
 from syncline.runtime.port import Port
 
@@ -37,8 +38,6 @@ LATE = 4.0
 """But not after so many times what was ordered."""
 MOST_MESSAGES = 1 << 13
 WARM_PART, FAR_WARM_PART = 0.3, 0.6
-FAR_S = 0.004
-"""A round trip of a flow that is far, or longer."""
 FAR_BYTES = 16 << 10
 """Of its largest message."""
 NUM_ROUND_TRIPS, MOST_ROUND_TRIP_S = 8, 0.3

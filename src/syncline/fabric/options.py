@@ -85,8 +85,8 @@ class FabricOptions:
     """Bind the communication thread to this rank's share of the machine's cores where ranks share memory, unless
     someone has restricted the process already."""
     congestion: str | None = None
-    """``TCP_CONGESTION``, such as ``"bbr"``; None is cubic within a machine and where the topology has rates, else the
-    system's default."""
+    """``TCP_CONGESTION``, such as ``"bbr"``; None is cubic within a machine and where the topology has rates, bbr where
+    it has a round trip of 4 ms as well and the kernel has bbr, else the system's default."""
 
     def __post_init__(self) -> None:
         check_fields(self)

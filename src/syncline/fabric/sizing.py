@@ -40,9 +40,12 @@ MIN_CHUNK_BYTES = 32 << 10
 MIN_QUANTUM_BYTES = 16 << 10
 LEAST_CREDIT_BYTES = 64 << 10
 """With less, short messages would wait for credit too often."""
-CONGESTION_WITH_RATES = "cubic"
+CONGESTION_WITH_RATES, FAR_CONGESTION = "cubic", "bbr"
 """Where grants keep queues from overflowing, a control that heeds losses alone never holds back. BBR paces, and every
-ten seconds it stops a connection for 0.2 s to look at the empty route."""
+ten seconds it stops a connection for 0.2 s to look at the empty route. But it alone does not begin slowly again after
+each pause, which takes several round trips: as much as a call does, where these are long."""
+FAR_S = 0.004
+"""There and back to a peer that is far, or longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +132,7 @@ def fit_options(
     own_credit_bytes = neighbour_credits.pop(rank, 0)
 
     @cache
-    def fit(rate: float, least_credit_bytes: int) -> FabricOptions:
+    def fit(rate: float, least_credit_bytes: int, is_far: bool) -> FabricOptions:
         most_bytes = _soon_bytes(rate)
         eager_bytes = max(options.eager_bytes, min(_chunk(rate, options), least_credit_bytes))
         return replace(
@@ -138,13 +141,22 @@ def fit_options(
             credit_bytes=own_credit_bytes if least_credit_bytes else options.credit_bytes,
             chunk_bytes=max(eager_bytes, min(options.chunk_bytes, most_bytes)),
             unsent_bytes=max(eager_bytes, min(options.unsent_bytes, most_bytes)),
-            congestion=options.congestion or (None if math.isinf(rate) else CONGESTION_WITH_RATES),
+            congestion=options.congestion or _congestion(rate, is_far=is_far),
         )
 
     return {
-        peer: fit(route.bytes_per_s, min(own_credit_bytes, neighbour_credits.get(peer, 0)))
+        peer: fit(
+            route.bytes_per_s, min(own_credit_bytes, neighbour_credits.get(peer, 0)), route.round_trip_s >= FAR_S
+        )
         for peer, route in _routes(topology, world_size, source=rank).items()
     }
+
+
+def _congestion(rate: float, *, is_far: bool) -> str | None:
+    """Return the control for a route; None is the system's."""
+    if math.isinf(rate):
+        return None
+    return FAR_CONGESTION if is_far else CONGESTION_WITH_RATES
 
 
 def _neighbour_credits(options: FabricOptions, topology: Topology | None, rank: int) -> dict[int, int]:

@@ -200,9 +200,10 @@ def is_same_machine(sock: socket.socket) -> bool:
 
 
 def _choose_congestion(sock: socket.socket, name: str) -> None:
-    """Take this control, else the one that every user may choose and that heeds losses as well."""
-    if not _try_option(sock, socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode(), "TCP_CONGESTION"):
-        _try_option(sock, socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno", "TCP_CONGESTION")
+    """Take this control, else the usual one, else the one that every user may choose and that heeds losses as well."""
+    for control in dict.fromkeys((name, "cubic", "reno")):
+        if _try_option(sock, socket.IPPROTO_TCP, socket.TCP_CONGESTION, control.encode(), "TCP_CONGESTION"):
+            return
 
 
 def resent_segments(sock: socket.socket) -> int:

@@ -101,7 +101,7 @@ def init(
     (``SYNCLINE_SHARED_MEMORY``): whether small collectives may go through memory that the ranks of one machine share.
     ``bind_thread`` (``SYNCLINE_BIND_THREAD``): whether the communication thread may be bound to cores. ``congestion``
     (``SYNCLINE_CONGESTION``): TCP's congestion control, as ``"bbr"``; default: cubic within a machine and where the
-    topology has rates, else the system's.
+    topology has rates, bbr (if the kernel has it) where a round trip takes 4 ms as well, else the system's.
 
     ``join`` (``SYNCLINE_JOIN``): come into an elastic job that runs, by ``"host:port"`` of any member's
     :attr:`Fleet.join_address` (several: with commas). This process is a job of one rank then, until its
