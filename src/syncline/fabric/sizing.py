@@ -145,9 +145,7 @@ def fit_options(
         )
 
     return {
-        peer: fit(
-            route.bytes_per_s, min(own_credit_bytes, neighbour_credits.get(peer, 0)), route.round_trip_s >= FAR_S
-        )
+        peer: fit(route.bytes_per_s, min(own_credit_bytes, neighbour_credits.get(peer, 0)), route.round_trip_s >= FAR_S)
         for peer, route in _routes(topology, world_size, source=rank).items()
     }
 
