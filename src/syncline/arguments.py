@@ -16,22 +16,32 @@ import math
 import sys
 from collections import abc
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache, wraps
 from itertools import chain
 from numbers import Integral
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, Unpack, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    Unpack,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from syncline.errors import ConfigurationError, SynclineError, escape_text
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(NamedTuple):
     """Between which values a number is: from ``least`` to ``most``, or above and below others, which are left out."""
 
     least: float = -math.inf
@@ -59,8 +69,7 @@ Share = Annotated[float, Bounds(0, 1)]
 Seconds = Annotated[float, Bounds(above=0, below=math.inf), "a positive number of seconds"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
+class _Kind(NamedTuple):
     """What one parameter may be, and how a user is told."""
 
     accepts: Callable[[Any], bool]

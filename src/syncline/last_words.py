@@ -8,8 +8,8 @@ import json
 import sys
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from syncline.errors import SynclineError, escape_text
 from syncline.variables import process_variables
@@ -18,8 +18,7 @@ LAST_WORDS = "SYNCLINE_LAST_WORDS"
 """Names the file, which the launcher sets for each rank."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LastWords:
+class LastWords(NamedTuple):
     """Whom a rank's error names, the likeliest to be at fault first, and what it says."""
 
     ranks: tuple[int, ...]

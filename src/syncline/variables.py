@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from syncline.errors import ConfigurationError
 
@@ -19,8 +18,7 @@ BEHIND, FLIGHT, METRICS = "SYNCLINE_BEHIND", "SYNCLINE_FLIGHT_RECORD", "SYNCLINE
 LIVE, REPORT, TRACE = "SYNCLINE_LIVE", "SYNCLINE_REPORT", "SYNCLINE_TRACE"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentVariable:
+class EnvironmentVariable(NamedTuple):
     """One environment variable; ``argument`` goes before it, as a user writes it."""
 
     name: str

@@ -31,7 +31,7 @@ def environment(rank: int, port: int, **options) -> Environment:
     read = read_environment(
         {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     )
-    return replace(read, fabric=replace(read.fabric, address="127.0.0.1", **options))
+    return read._replace(fabric=replace(read.fabric, address="127.0.0.1", **options))
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_loopback_name_does_not_hide_rank_0_from_the_others(port: int, rank: i
     """Where the master's name means that on its own host, those of the host go to the address that others reach."""
     told = environment(rank, port, connect_s=0.5)
     with pytest.raises(RendezvousError, match=f"{says} at MASTER_ADDR:MASTER_PORT {ELSEWHERE}"):
-        open_store(replace(told, fabric=replace(told.fabric, address=ELSEWHERE, secret=b"s" * 32)))
+        open_store(told._replace(fabric=replace(told.fabric, address=ELSEWHERE, secret=b"s" * 32)))
 
 
 def test_rank_0_without_a_network_serves_the_store_at_the_shared_port_alone(port: int) -> None:

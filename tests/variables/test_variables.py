@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 from pathlib import Path
@@ -103,7 +102,7 @@ def arguments_of(name: str) -> Arguments:
 
 
 def without_place(environment: Environment) -> dict[str, Any]:
-    return {field.name: getattr(environment, field.name) for field in dataclasses.fields(environment)}
+    return environment._asdict()
 
 
 def test_every_variable_is_tried_here() -> None:

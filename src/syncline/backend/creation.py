@@ -6,7 +6,6 @@ The shell around it is a whole ``ProcessGroup`` here, for groups that are Syncli
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +158,7 @@ def _restrict(environment: Environment, ranks: list[int]) -> Environment:
     topology = chosen if isinstance(chosen, Topology) else Topology.load(chosen)
     if topology.num_ranks != environment.world_size and topology.num_ranks > max(ranks):
         topology = topology.restricted(ranks)
-    return replace(environment, topology=topology)
+    return environment._replace(topology=topology)
 
 
 def _connect(environment: Environment, torch_store: Any) -> Communicator:

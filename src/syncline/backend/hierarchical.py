@@ -17,9 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
@@ -73,8 +73,7 @@ GRACE_S = 5.0
 """So much longer hosts wait for each other, so that they hear from one whose devices are stuck what is the matter."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layers:
+class Layers(NamedTuple):
     """One rank's part: ``host`` has the ranks of this host, ``across`` those of its place on each, if there are more.
 
     ``scattering`` and ``gathering`` have the devices of this host. They are two, because each is called in one order,
@@ -302,7 +301,7 @@ class HierarchicalCollectives:
             staged = None
             if layers.staged is not None:
                 left_s = max(0.0, work.began_s + work.timeout_s - time.monotonic())
-                staged = layers.staged.all_reduce(part, replace(work.op, prepare=None), timeout_s=left_s + GRACE_S)
+                staged = layers.staged.all_reduce(part, work.op._replace(prepare=None), timeout_s=left_s + GRACE_S)
         self._gathering.submit(0, (), partial(self._gather, layers, work, whole, part, staged))
 
     def _gather(

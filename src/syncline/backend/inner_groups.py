@@ -7,8 +7,7 @@ Which ranks they join is decided here, from where each rank's tensors lie; what 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,8 +20,7 @@ PLACE_BYTES = 96
 """What a rank tells of its place: two names of up to 47 letters."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DevicePlace:
+class DevicePlace(NamedTuple):
     """Where a rank's tensors lie; names are equal exactly where host and device are. An empty one: none can be used."""
 
     host: str

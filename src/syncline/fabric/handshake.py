@@ -29,7 +29,6 @@ import hmac
 import secrets
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -92,8 +91,7 @@ class RefusedError(Exception):
         self.answer = answer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class Terms(NamedTuple):
     """What this side brings to a handshake."""
 
     rank: int

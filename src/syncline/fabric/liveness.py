@@ -8,7 +8,7 @@ peers, and sees their connections closed when it goes on: its own clock tells th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from syncline.fabric.options import FabricOptions
 
@@ -16,8 +16,7 @@ MISSED_INTERVALS = 3
 """So many looks at the clock in a row are not missed by a loop that is only busy."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suspect:
+class Suspect(NamedTuple):
     """``peer`` has been silent for long enough to say so, or for too long."""
 
     peer: int
@@ -25,8 +24,7 @@ class Suspect:
     is_dead: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
+class Tick(NamedTuple):
     """What a look at the clock leads to."""
 
     must_beat: bool

@@ -235,7 +235,7 @@ class _Mesh:
             self._size_for(self._options)
             if is_open:
                 return
-            self._terms = replace(self._terms, num_classes=self._options.num_classes)
+            self._terms = self._terms._replace(num_classes=self._options.num_classes)
             self.acceptor.use_terms(self._terms)
             self._reopener.use_terms(self._terms)
             self.reach.use_terms(self._terms)

@@ -15,9 +15,8 @@ import os
 import selectors
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from syncline.fabric import _native
 from syncline.fabric._native import GrantScheduler, NativeTransport, wait
@@ -45,14 +44,13 @@ MAX_PASSES = 8
 """How often what Python does may bring about more, before the loop has its turn."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerStatistics:
+class PeerStatistics(NamedTuple):
     """All counters of the connections to one peer."""
 
-    connections: tuple[ConnectionStatistics, ...] = ()
     unexpected_bytes: int
     pending_receives: int
     dropped_messages: int
+    connections: tuple[ConnectionStatistics, ...] = ()
 
 
 class PeerTransportEvents(Protocol):

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from syncline.errors import HandshakeError, RendezvousError, name_ranks
 
@@ -46,8 +46,7 @@ _HELLO_FIELDS = {"rank", "host", "address", "port", "nonce"}
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class Member(NamedTuple):
     """Where a rank listens."""
 
     rank: int
@@ -60,8 +59,7 @@ class Member:
     """Whether ranks of other hosts can dial it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
+class Generation(NamedTuple):
     """One start of a job, on which all ranks agree."""
 
     epoch: int
@@ -70,8 +68,7 @@ class Generation:
     members: tuple[Member, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Hello:
+class _Hello(NamedTuple):
     member: Member
     nonce: str
 

@@ -26,8 +26,8 @@ import secrets
 import struct
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -129,8 +129,7 @@ _own_offers: WeakValueDictionary[int, Offer] = WeakValueDictionary()
 """The offers of all ranks that live in this process, by their addresses."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryOffers:
+class MemoryOffers(NamedTuple):
     """By what one rank makes offers, and judges those of others; ``key`` comes from the job's handshake."""
 
     rank: int

@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import takewhile
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from syncline.fabric.options import FabricOptions
 from syncline.topology import DirectedLink, Switch, Topology
@@ -48,8 +48,7 @@ FAR_S = 0.004
 """There and back to a peer that is far, or longer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrantWindow:
+class GrantWindow(NamedTuple):
     """The bytes that may be granted to one rank and not yet here; it begins with the most.
 
     Equal bounds, or a link of unknown rate, keep it as it is; else it follows how quickly hosts answer.
@@ -70,8 +69,7 @@ class GrantWindow:
         return self.least_bytes == self.most_bytes or math.isinf(self.bytes_per_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LinkShare:
+class LinkShare(NamedTuple):
     """What one receiver may have under way on a link that several draw over, but for one quantum.
 
     The same object stands for the link in the routes of all senders behind it.
@@ -224,8 +222,7 @@ def _own_rate(topology: Topology | None, rank: int) -> float:
     return min(rates, default=math.inf)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Route:
+class _Route(NamedTuple):
     """A way to or from a peer: the slowest link and its rate, and the time there and back."""
 
     slowest: DirectedLink | None = None

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from syncline.errors import ConfigurationError
 
@@ -80,8 +80,7 @@ class Operation:
     """For an apply: overwrite the range with its only landing, in place of adding."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dataflow:
+class Dataflow(NamedTuple):
     """The operations of a rank, and how many others each waits for."""
 
     operations: tuple[Operation, ...]
@@ -124,8 +123,7 @@ class Reduction(Protocol):
         """Make ``into`` the sum of two, in this order; it may be one of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SlicedCall:
+class SlicedCall(NamedTuple):
     """A call as an executor takes it; there is something to move."""
 
     slices: Slices

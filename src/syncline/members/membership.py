@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from syncline.errors import DeadlineError, PeerLostError, UpdateError
 
@@ -51,16 +52,14 @@ class QuorumLostError(UpdateError):
         self.missing = self.ranks_at_fault = missing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quorum:
+class Quorum(NamedTuple):
     """How many must live: this ``part`` of the members that have not left, and ``least`` of all."""
 
     part: float = HALF
     least: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LostRank:
+class LostRank(NamedTuple):
     """How a rank was lost; ``since_s`` is in seconds of the membership's clock."""
 
     error: Exception | None
@@ -93,7 +92,7 @@ class Membership:
         if known is None:
             self.losses[rank] = LostRank(error=error, has_left=has_left, since_s=self.clock())
         else:  # others may have told of it
-            self.losses[rank] = replace(known, error=known.error or error)
+            self.losses[rank] = known._replace(error=known.error or error)
         return known is None
 
     def describe_lost(self, describe: Callable[[int], str]) -> str:

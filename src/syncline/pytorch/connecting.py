@@ -61,7 +61,7 @@ def with_address(environment: Environment) -> Environment:
     except ConfigurationError as error:
         tell_once(error, rank=environment.rank)
         raise
-    return replace(environment, fabric=options)
+    return environment._replace(fabric=options)
 
 
 def _own_address(environment: Environment) -> str | None:
@@ -160,7 +160,7 @@ def is_discoverable(flat: Topology, address: str | None) -> bool:
 def _discover(environment: Environment, flat: Topology, store: Store, *, timeout_s: float) -> tuple[Topology, bool]:
     """Return what the ranks, all at one switch for now, find by measuring, and whether it is in doubt."""
     options = replace(environment.fabric, job_id=f"{environment.fabric.job_id}/discovery")
-    brief = replace(environment, fabric=options)
+    brief = environment._replace(fabric=options)
     told = tell_if_long(f"measuring the network of {len(flat.hosts)} hosts", is_told=environment.rank == 0)
     with told, _open(brief, flat, store, trace=None, timeout_s=timeout_s) as communicator:
         folder = discovery.discovery_folder(process_variables())
@@ -311,7 +311,7 @@ def choose_interface(environment: Environment, store: Store, torch_store: Any) -
     )
     if environment.interface is not None:
         return environment
-    return replace(environment, interface=LOOPBACK if together else reachable_address(torch_store))
+    return environment._replace(interface=LOOPBACK if together else reachable_address(torch_store))
 
 
 def reachable_address(torch_store: Any) -> str:

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import distributed as dist
 
@@ -113,8 +113,7 @@ class Arguments(BackendOptions):
         return cls(**{field.name: getattr(options, field.name) for field in fields(options)}, **place)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
+class Environment(NamedTuple):
     """Place of this process in its job, and how it takes part: every setting, chosen once."""
 
     rank: int
@@ -334,8 +333,7 @@ def _choose_seconds(chosen: Mapping[str, Any], name: str, default: float) -> flo
     return seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupPlace:
+class GroupPlace(NamedTuple):
     """This process's place in the default process group."""
 
     rank: int

@@ -191,7 +191,7 @@ def _open_ways(
         topology=_text_of(environment.topology),
     )
     terms = entry.ask()
-    environment = with_address(_adopted(replace(environment, topology=None), terms))
+    environment = with_address(_adopted(environment._replace(topology=None), terms))
     service.adopt(environment.fabric, terms)
     entry.options = environment.fabric
     return environment, service, entry
@@ -218,7 +218,7 @@ def _terms(options: FabricOptions) -> dict[str, Any]:
 def _adopted(environment: Environment, terms: Any) -> Environment:
     names = ("connect_timeout_s", "silence_s", "timeout_s", "stall_s")
     options = replace(environment.fabric, authenticate_frames=terms["authenticates_frames"])
-    return replace(environment, fabric=with_times(options, **{name: float(terms[name]) for name in names}))
+    return environment._replace(fabric=with_times(options, **{name: float(terms[name]) for name in names}))
 
 
 def _text_of(topology: Any) -> str | None:

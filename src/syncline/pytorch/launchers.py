@@ -15,8 +15,7 @@ import contextlib
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from syncline.endpoints import without_brackets
 from syncline.errors import ConfigurationError, TopologyError
@@ -39,8 +38,7 @@ TELL_MASTER = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Place(NamedTuple):
     """A process's place in its job."""
 
     rank: int
@@ -477,5 +475,5 @@ def _with_master(place: Place, values: Mapping[str, str]) -> Place:
         with contextlib.suppress(ConfigurationError):
             other = launcher(values)
             if other and (other.rank, other.world_size) == (place.rank, place.world_size) and other.master_port:
-                return replace(other, source=place.source)
+                return other._replace(source=place.source)
     return place

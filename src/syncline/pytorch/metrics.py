@@ -11,10 +11,9 @@ import json
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 import torch
 
@@ -217,8 +216,7 @@ class Collector:
             yield family
 
 
-@dataclass(frozen=True, slots=True)
-class Measure:
+class Measure(NamedTuple):
     """One number, or one for each value of ``label``; what is counted only grows."""
 
     meaning: str

@@ -6,7 +6,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -201,8 +201,7 @@ class CollectiveCall(Call):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Description:
+class Description(NamedTuple):
     """What a call tells the other ranks: ``identity`` must be equal on all of them, ``text`` is for people.
 
     What of ``text`` helps few of them stands behind :data:`DETAILS`.

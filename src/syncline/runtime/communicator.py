@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -443,7 +442,7 @@ class Communicator:
         """Let a loss that has ended the calls of ``group``, which was opened on this, end all calls of this one too."""
         if (loss := group.loss) is not None:
             accused = tuple(group.members[rank] for rank in loss.accused)
-            failure = replace(loss, rank=group.members[loss.rank], accused=accused)
+            failure = loss._replace(rank=group.members[loss.rank], accused=accused)
             self._loop.call(partial(self._engine.give_up, failure), LOOP_ANSWERS_S)
 
     def interrupt(self, why: str, *, lost: int | None = None) -> None:

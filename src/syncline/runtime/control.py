@@ -24,6 +24,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from syncline.errors import escape_text
 from syncline.fabric import MAX_CONTROL_BYTES
@@ -73,8 +74,7 @@ class Tally:
     """How many of these were steps without a backward pass of this rank; others are not told."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class Failure(NamedTuple):
     """Why an engine gave up, as it is told to the others; ``rank`` and ``host`` of whom it is about."""
 
     reason: str

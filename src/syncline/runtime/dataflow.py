@@ -20,10 +20,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -41,8 +40,7 @@ MOST_KEPT = 4096
 """Dataflows, and layouts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramFacts:
+class ProgramFacts(NamedTuple):
     """What the engine must know of a rank's program before it runs."""
 
     peers: frozenset[int]

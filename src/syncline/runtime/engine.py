@@ -12,7 +12,7 @@ done. No failed call leaves a posted receive behind that could write to its buff
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from syncline.errors import ConfigurationError, FabricError, SynclineError
@@ -534,13 +534,13 @@ class Engine:
         whom = self._fabric.describe_peer(loss.rank)
         text = failures.parted(whom, theirs, us, ours, is_next=is_next)
         if name is not None:
-            return replace(loss, text=failures.called_alone(name, us, text), accused=(self._rank,))
+            return loss._replace(text=failures.called_alone(name, us, text), accused=(self._rank,))
         if ours.count + is_next <= theirs.count:
-            return replace(loss, text=text)
+            return loss._replace(text=text)
         if is_step and ours.count + is_next - ours.num_idle <= theirs.count:
             idle = failures.made_idle(us, ours.num_idle)
-            return replace(loss, text=f"{idle}; {text}", accused=(self._rank,), remedy=failures.SAME_STEPS)
-        return replace(loss, text=text, remedy=failures.SAME_COUNTS.get(ours.unit, failures.SAME_CALLS))
+            return loss._replace(text=f"{idle}; {text}", accused=(self._rank,), remedy=failures.SAME_STEPS)
+        return loss._replace(text=text, remedy=failures.SAME_COUNTS.get(ours.unit, failures.SAME_CALLS))
 
     def _fail(self, failure: Failure, *, tell: bool = True) -> None:
         """End every call, now and later; the first failure counts."""

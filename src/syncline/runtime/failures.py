@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from syncline.errors import (
@@ -203,11 +202,11 @@ def ordinal(number: int) -> str:
 def heard_from(failure: Failure, teller: int, describe: Callable[[int], str], host: str) -> Failure:
     """Return what ``failure`` of another rank means here."""
     if failure.reason == PEER_LOST:
-        return replace(failure, is_hearsay=failure.rank != teller)
+        return failure._replace(is_hearsay=failure.rank != teller)
     if failure.reason in (MISMATCH, VIOLATION):
         return failure
     if failure.reason == DEADLINE:
-        return replace(failure, remedy="")
+        return failure._replace(remedy="")
     return Failure(reason=PEER_LOST, text=f"{describe(teller)} gave up: {failure.text}", rank=teller, host=host)
 
 

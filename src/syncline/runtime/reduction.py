@@ -6,8 +6,8 @@ thread, and numpy releases the interpreter lock meanwhile.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,8 +38,7 @@ _UFUNCS: MappingProxyType[str, np.ufunc] = MappingProxyType(
 OPS = tuple(_UFUNCS)
 
 
-@dataclass(frozen=True, slots=True)
-class _NumpyReduction:
+class _NumpyReduction(NamedTuple):
     """Sums (and products) wrap around, as integers do, or overflow to infinity: who reads the result judges that."""
 
     dtype: str

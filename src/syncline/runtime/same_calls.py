@@ -8,7 +8,7 @@ next call; every rank that still waits gets it at once. Pure bookkeeping.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from syncline.runtime.call import Description
 from syncline.runtime.control import ControlError
@@ -82,8 +82,7 @@ def _cost_of_early(awaited: frozenset[int], what: str) -> int:
 _MAX_REMEMBERED = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Disagreement:
+class Disagreement(NamedTuple):
     """Two ranks that call different things at the same place."""
 
     peer: int

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -36,8 +36,7 @@ Fractions = Mapping[str, Sequence[int]]
 """The integer weights of a parent's children in file order, by the parent's name; a parent not named splits evenly."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ownership:
+class Ownership(NamedTuple):
     """[0, 1) divided among the ranks below one node: ``owners[i]`` owns [cuts[i], cuts[i + 1])."""
 
     cuts: list[int]
@@ -49,8 +48,7 @@ class Ownership:
         return np.repeat(self.owners, np.diff([position[cut] for cut in self.cuts]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class Exchange(NamedTuple):
     """What happens at one parent: for interval i, ``holders[i, k]`` holds it below child k and is given part k of it.
 
     Part k of interval i is [bounds[i * (d + 1) + k], bounds[i * (d + 1) + k + 1]); it may be empty. ``height`` counts

@@ -11,7 +11,8 @@ expanded into index arrays and moved together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,8 +47,7 @@ _SEED = 0x5EED
 _Index = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suspect:
+class Suspect(NamedTuple):
     """Where the replay found something wrong; ``step`` is set if it was a read of something never written."""
 
     rank: int

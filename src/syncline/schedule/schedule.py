@@ -156,8 +156,7 @@ class Receive(NamedTuple):
     add: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
+class Phase(NamedTuple):
     """What a rank does in one step.
 
     Sends read the buffer as it is after all receives of earlier phases. Receives that add come first in ``receives``

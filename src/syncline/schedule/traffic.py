@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +16,7 @@ from syncline.topology import DirectedLink, Node, Topology
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkTable:
+class LinkTable(NamedTuple):
     """The directed links of a topology as columns: all links up, then, in the same order, all links down.
 
     ``ancestors[rank, level]`` is the number of the link by which the rank hangs below level ``level`` of the tree, the
@@ -96,8 +94,7 @@ def _latency(node: Node) -> float:
     return node.link.latency_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTraffic:
+class StepTraffic(NamedTuple):
     """What one step of a schedule puts on each directed link, in parts of the data, and on each rank.
 
     Of ranks it is the messages that each sends and receives, and the parts of the data in them; what is added counts

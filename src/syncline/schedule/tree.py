@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -148,8 +147,7 @@ def _weights(topology: Topology, collective: Collective, fractions: Fractions | 
 # twice at most.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Level:
+class _Level(NamedTuple):
     """One ancestor of the root without the branch that the root is in, and the weights that hold in it."""
 
     others: Node

@@ -6,7 +6,6 @@ What a collective cannot take is refused here, on the rank that asks, with a rem
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from typing import Any, Literal, Protocol, Unpack
@@ -445,7 +444,7 @@ class TensorCollectives:
         if weight is None:
             return reduction
         check_weight(tensor.dtype, reduction.meaning, weight)
-        weighted = replace(reduction, meaning=f"weighted {reduction.meaning}", prepare=multiply_by(weight))
+        weighted = reduction._replace(meaning=f"weighted {reduction.meaning}", prepare=multiply_by(weight))
         if reduction.finish is None:
             return weighted
         weights = torch.tensor([weight], dtype=torch.float64)
@@ -457,7 +456,7 @@ class TensorCollectives:
             total_weight.wait()
             total.div_(float(weights[0]))
 
-        return replace(weighted, finish=divide)
+        return weighted._replace(finish=divide)
 
     def _reduce_scatter(
         self,

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -27,8 +26,7 @@ class CopyKind(Enum):
     TO_DEVICE = "to device"
 
 
-@dataclass(frozen=True, slots=True)
-class CopyRange:
+class CopyRange(NamedTuple):
     """``device`` and ``host`` are contiguous, of one type and size; one of them becomes the other."""
 
     device: torch.Tensor
@@ -106,8 +104,7 @@ class PlainCopier:
         """Return, as above."""
 
 
-@dataclass(frozen=True, slots=True)
-class CudaMark:
+class CudaMark(NamedTuple):
     """An event that was recorded on a stream of ``device``."""
 
     event: torch.cuda.Event

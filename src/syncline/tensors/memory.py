@@ -7,10 +7,9 @@ import ctypes
 import mmap
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -58,8 +57,7 @@ def _array_of(size: int) -> Any:
     return ctypes.c_char * size
 
 
-@dataclass(frozen=True, slots=True)
-class TorchReduction:
+class TorchReduction(NamedTuple):
     """Sums, or what ``op`` says, of elements that numpy does not know, or adds slowly."""
 
     dtype: str

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -40,8 +39,7 @@ _OF_BOOL = MappingProxyType({"sum": "bor", "max": "bor", "min": "band", "product
 """What becomes of truth values, as with gloo and NCCL: a sum says whether any is true, a product whether all are."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorReduction:
+class TensorReduction(NamedTuple):
     """How the tensors of all ranks become one."""
 
     reduction: Reduction
@@ -78,7 +76,7 @@ def reduction_of(op: Operation | ReduceOp, dtype: torch.dtype, num_ranks: int) -
         return _named(op, dtype, num_ranks)
     kind, factor = _parse(op)
     reduction = _without_factor(kind, dtype, num_ranks)
-    return reduction if factor is None else replace(reduction, prepare=multiply_by(factor))
+    return reduction if factor is None else reduction._replace(prepare=multiply_by(factor))
 
 
 @cache

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -45,8 +46,7 @@ Range = tuple[int, int]
 Cuts = tuple[tuple[Range, Layout], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallPart:
+class CallPart(NamedTuple):
     """A part of a call with a collective of its own, on ``num_bytes`` of host memory.
 
     ``loads`` and ``stores`` are ranges of the device's tensors, and at which byte of the host memory they belong.
@@ -61,8 +61,7 @@ class CallPart:
     """Changes the result in host memory, in place."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedCall:
+class StagedCall(NamedTuple):
     """A call in chunks; ``temporary`` holds the result of a ``result`` whose memory is not in one range."""
 
     label: str

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from syncline.arguments import check_fields, checked
 from syncline.errors import TopologyError
@@ -18,8 +19,7 @@ from syncline.topology.tree import DirectedLink, Host, Link, Node, Rank, Switch,
 from syncline.units import counted
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Index:
+class _Index(NamedTuple):
     """What can be asked of a topology often, computed once."""
 
     nodes: Mapping[str, Node]

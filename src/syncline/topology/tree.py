@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Literal, NamedTuple, TypedDict
 
 from syncline.arguments import Bounds, Whole, check_fields, checked
 from syncline.errors import TopologyError
@@ -195,8 +195,7 @@ class Switch:
 Node = Switch | Host | Socket | Rank
 
 
-@dataclass(frozen=True, slots=True)
-class DirectedLink:
+class DirectedLink(NamedTuple):
     """One direction of the link that joins the node named ``child`` to its parent.
 
     >>> str(DirectedLink("rack-a", "up"))

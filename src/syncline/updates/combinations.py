@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from syncline.errors import SynclineError, SynclineWarning, UpdateError
 from syncline.priorities.settings import Priorities
 from syncline.topology import Topology
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingRequest:
+class TrainingRequest(NamedTuple):
     """What a training or a process group is given beside its rule."""
 
     topology: Topology
@@ -49,8 +47,7 @@ SETTINGS: dict[str, Callable[[TrainingRequest], bool]] = {
 """By the name that a user knows them by: keys of a topology, priorities, arguments."""
 
 
-@dataclass(frozen=True, slots=True)
-class Combination:
+class Combination(NamedTuple):
     """A setting that is not honoured; it is ignored with a warning unless ``is_refused``."""
 
     setting: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
@@ -115,7 +115,7 @@ class Sharded:
             "of whose state each rank has a part",
             "save checkpoints on the way (save_checkpoint(..., keep=2, wait=False)), or take AllReduce()",
         ),
-        replace(NOBODY_WAITS, when=lambda rule, request: not rule.overlap_forward or request.elastic is not None),
+        NOBODY_WAITS._replace(when=lambda rule, request: not rule.overlap_forward or request.elastic is not None),
         Combination(
             "overlap_forward=True with elastic=",
             "whose step() returns when all parameters are there then",

@@ -24,7 +24,7 @@ import signal
 import subprocess
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -409,7 +409,7 @@ class Runner:
     def _last_words(self) -> Mapping[int, LastWords]:
         """Return what ranks that failed have left, with the ranks as this launcher has started them."""
         return {
-            rank: replace(words, ranks=tuple(self._rank_of.get(number, ELSEWHERE) for number in words.ranks))
+            rank: words._replace(ranks=tuple(self._rank_of.get(number, ELSEWHERE) for number in words.ranks))
             for rank, words in self._words.items()
             if any(failure.rank == rank for failure in self._supervisor.failures)
         }

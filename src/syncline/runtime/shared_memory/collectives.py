@@ -39,9 +39,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from syncline.errors import FabricClosedError
 from syncline.fabric import PeerStalls
@@ -111,8 +111,7 @@ _BLANK = memoryview(mmap.mmap(-1, PAYLOAD_BYTES))
 """What a call has for a buffer that is not made yet; nothing is written there, so it is no memory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLinks:
+class EngineLinks(NamedTuple):
     """What the collectives need from around it; all may be called from any thread."""
 
     note: Callable[[Call], CallRecord]
@@ -129,8 +128,7 @@ class EngineLinks:
     """Which ranks do not train, though they live."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PutUp:
+class _PutUp(NamedTuple):
     """A call that this rank has put up, and in which it has not met the others yet."""
 
     number: int

@@ -6,10 +6,9 @@ Sums are made in the order in which the schedule adds, so that a sum has the sam
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from syncline.runtime.call import CollectiveCall
 from syncline.runtime.reduction import Reduction
@@ -115,11 +114,12 @@ def add_up(
         reduction.add(into, value(term))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
+class Operation(NamedTuple):
     """One rank's part in a call. What a rank puts up lies in its payload where it lies in its buffer."""
 
     rank: int
+    sent_bytes: tuple[int, ...]
+    """What each rank reads of this one's payload."""
     puts: Ranges = ()
     copies: tuple[tuple[int, int, int], ...] = ()
     """What is copied: of which rank, and which range."""
@@ -127,8 +127,6 @@ class Operation:
     """How contributions are added, where they are."""
     sums: Ranges = ()
     """What is added."""
-    sent_bytes: tuple[int, ...]
-    """What each rank reads of this one's payload."""
 
     def received_bytes(self, rank: int) -> int:
         """Return what this rank reads of the payload of another."""
@@ -196,8 +194,7 @@ def _part_of(payload: Callable[[int], memoryview], start: int, stop: int, rank: 
     return payload(rank)[start:stop]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Part(NamedTuple):
     """What a rank keeps of a call that it may make again."""
 
     schedule: Schedule
