@@ -15,13 +15,15 @@ import inspect
 import math
 import sys
 from collections import abc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from dataclasses import fields
 from functools import cache, wraps
 from itertools import chain
 from numbers import Integral
+from operator import attrgetter
 from os import PathLike
 from pathlib import Path
-from types import NoneType, UnionType
+from types import NoneType, SimpleNamespace, UnionType
 from typing import (
     Annotated,
     Any,
@@ -91,14 +93,11 @@ def checked(call: Call) -> Call:
     """
     function = inspect.unwrap(call)
     positional = function.__code__.co_varnames[: function.__code__.co_argcount]
-    rest = inspect.getfullargspec(function).varkw or ""
 
     @wraps(call)
     def check_and_call(*args: Any, **keywords: Any) -> Any:
-        kinds = _kinds_of(function)
-        others = kinds.get(rest, _ANYTHING)
         for name, value in chain(zip(positional, args, strict=False), keywords.items()):
-            kind = kinds.get(name, others)
+            kind = _kind_of(function, name)
             if not kind.accepts(value):
                 raise ConfigurationError(_refusal(function.__qualname__.removesuffix(".__init__"), name, kind, value))
         return call(*args, **keywords)
@@ -109,10 +108,10 @@ def checked(call: Call) -> Call:
 def check_fields(settings: Any, error: type[SynclineError] = ConfigurationError) -> None:
     """Raise ``error`` for a field of a dataclass that its annotation does not allow, first in ``__post_init__``."""
     owner: Any = type(settings)
-    for name, kind in _kinds_of(owner).items():
-        value = getattr(settings, name)
-        if not kind.accepts(value):
-            raise error(_refusal(owner.__name__, name, kind, value))
+    for field in filter(attrgetter("init"), fields(settings)):
+        value = getattr(settings, field.name)
+        if value is not field.default and not (kind := _kind_of(owner, field.name)).accepts(value):
+            raise error(_refusal(owner.__name__, field.name, kind, value))
 
 
 def _refusal(owner: str, name: str, kind: _Kind, value: object) -> str:
@@ -130,22 +129,30 @@ class _Names(dict[str, Any]):
 
 
 @cache
-def _kinds_of(owner: Any) -> Mapping[str, _Kind]:
-    """Return what each parameter of a function, or each field of a class, may be."""
-    names = _Names(vars(builtins))
-    for base in reversed(inspect.getmro(owner) if isinstance(owner, type) else [owner]):
-        names |= vars(sys.modules[base.__module__])
-    hints = get_type_hints(owner, localns=names, include_extras=True)
-    kinds = dict[str, _Kind]()
-    for name in inspect.signature(owner).parameters:
-        hint = hints.get(name, Any)
-        if get_origin(hint) is Unpack:
-            settings = get_type_hints(get_args(hint)[0], localns=names, include_extras=True)
-            kinds[name] = _Kind(lambda _: False, f"left out: settings are {', '.join(sorted(settings))}")
-            kinds |= {key: _kind(each) for key, each in settings.items()}
-        else:
-            kinds[name] = _kind(hint)
-    return kinds
+def _kind_of(owner: Any, name: str) -> _Kind:
+    """Return what a parameter of a function, or a field of a class, may be: most are never given, and so never read."""
+    bases = inspect.getmro(owner) if isinstance(owner, type) else (owner,)
+    place = next((base for base in bases if name in inspect.get_annotations(base)), owner)
+    known = name if isinstance(owner, type) else _parameter_of(owner, name)
+    annotation = {known: inspect.get_annotations(place).get(known, Any)}
+    names = _Names(vars(builtins) | vars(sys.modules[place.__module__]))
+    hint: Any = get_type_hints(SimpleNamespace(__annotations__=annotation), localns=names, include_extras=True)[known]
+    if get_origin(hint) is not Unpack:
+        return _kind(hint)
+    settings = get_type_hints(get_args(hint)[0], localns=names, include_extras=True)
+    if name in settings:
+        return _kind(settings[name])
+    return _Kind(lambda _: False, f"left out: settings are {', '.join(sorted(settings))}")
+
+
+def _parameter_of(function: Any, name: str) -> str:
+    """Return the parameter that takes what is given by ``name``: that one, or the one for all other names."""
+    code = function.__code__
+    num_named = code.co_argcount + code.co_kwonlyargcount
+    if name in code.co_varnames[:num_named] or not code.co_flags & inspect.CO_VARKEYWORDS:
+        return name
+    rest: str = code.co_varnames[num_named + bool(code.co_flags & inspect.CO_VARARGS)]
+    return rest
 
 
 def _kind(hint: Any) -> _Kind:

@@ -15,21 +15,23 @@ if TYPE_CHECKING:
         ABORTED as ABORTED,
         BULK as BULK,
         MAX_CONTROL_BYTES as MAX_CONTROL_BYTES,
-        ClassStatistics as ClassStatistics,
-        ConnectionStatistics as ConnectionStatistics,
         Fabric as Fabric,
         FabricListener as FabricListener,
-        FabricStatistics as FabricStatistics,
         GivenUpError as GivenUpError,
         PeerLeftError as PeerLeftError,
         Transport as Transport,
     )
     from syncline.fabric.rendezvous import Rendezvous as Rendezvous, Store as Store
+    from syncline.fabric.statistics import (
+        ClassStatistics as ClassStatistics,
+        ConnectionStatistics as ConnectionStatistics,
+        FabricStatistics as FabricStatistics,
+    )
     from syncline.fabric.tcp import TcpFabric as TcpFabric
 
 _NAMES = {
-    "protocol": "Transport Fabric FabricListener GivenUpError PeerLeftError ABORTED MAX_CONTROL_BYTES BULK "
-    "FabricStatistics ConnectionStatistics ClassStatistics",
+    "protocol": "Transport Fabric FabricListener GivenUpError PeerLeftError ABORTED MAX_CONTROL_BYTES BULK",
+    "statistics": "FabricStatistics ConnectionStatistics ClassStatistics",
     "options": "FabricOptions",
     "progress": "PeerStalls Progress StallHandler",
     "mesh": "connect_tcp",

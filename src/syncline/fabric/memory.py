@@ -19,14 +19,13 @@ from syncline.fabric.progress import Progress, Stalls
 from syncline.fabric.protocol import (
     ABORTED,
     MAX_CONTROL_BYTES,
-    ConnectionStatistics,
     FabricListener,
-    FabricStatistics,
     ListenerSlot,
     PeerLeftError,
     call_back,
 )
 from syncline.fabric.slice_executor import SliceExecutor
+from syncline.fabric.statistics import ConnectionStatistics, FabricStatistics
 from syncline.priorities.settings import Priorities
 
 

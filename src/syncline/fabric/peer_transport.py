@@ -16,14 +16,14 @@ import selectors
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from syncline.fabric import _native
 from syncline.fabric._native import GrantScheduler, NativeTransport, wait
 from syncline.fabric.frames import CONTROL_CLASS, MEMORY_CLASS, DamagedFrameError, FrameError, FrameType
 from syncline.fabric.handshake import FrameKeys
 from syncline.fabric.options import FabricOptions
-from syncline.fabric.protocol import ConnectionStatistics, call_back
+from syncline.fabric.protocol import call_back
 from syncline.fabric.sizing import GrantSizes, GrantWindow
 from syncline.fabric.slice_executor import (
     CALL_TAGS,
@@ -36,6 +36,9 @@ from syncline.fabric.slice_executor import (
     Slices,
 )
 from syncline.fabric.sockets import busy_seconds, lost_bytes, mark, round_trip_seconds
+
+if TYPE_CHECKING:
+    from syncline.fabric.statistics import ConnectionStatistics
 
 SENT, RECEIVED, FRAME, MISMATCH, UNREADABLE, BROKEN, VIOLATION, ALL_ENDED, ALL_CLOSED, DRAINED, DONE = range(1, 12)
 FAULT, SUSPENDED = 12, 13
@@ -275,6 +278,8 @@ class PeerTransport:
 
     def statistics(self) -> PeerStatistics:
         """Return a frozen record of all counters."""
+        from syncline.fabric.statistics import ConnectionStatistics  # a start counts nothing
+
         names = (
             "connection_class",
             "sent_bytes",

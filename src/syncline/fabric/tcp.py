@@ -26,7 +26,6 @@ from syncline.fabric.protocol import (
     MAX_BACKLOG_BYTES,
     MAX_CONTROL_BYTES,
     FabricListener,
-    FabricStatistics,
     GivenUpError,
     ListenerSlot,
     PeerLeftError,
@@ -43,6 +42,7 @@ from syncline.priorities.settings import Priorities
 
 if TYPE_CHECKING:
     from syncline.fabric.peer_transport import TransportSet
+    from syncline.fabric.statistics import FabricStatistics
 
 _log = logging.getLogger(__name__)
 
@@ -177,6 +177,8 @@ class TcpFabric:
 
     def statistics(self) -> FabricStatistics:
         """Return a frozen record of all counters."""
+        from syncline.fabric.statistics import FabricStatistics  # a start counts nothing
+
         of_peers = [peer.transport.statistics() for peer in self._peers.values()]
         return FabricStatistics(
             rank=self._rank,

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,7 @@ from syncline.observe import Trace
 from syncline.pytorch.epochs import FabricPlace, FleetGrowth, Recovery
 from syncline.pytorch.notices import Notice, Preemption
 from syncline.pytorch.objects import ObjectCollectives
-from syncline.runtime import Communicator, FleetStatistics
+from syncline.runtime import Communicator
 from syncline.runtime.call import CallSettings
 from syncline.runtime.control import Tally
 from syncline.runtime.failures import STEP
@@ -27,6 +27,9 @@ from syncline.tensors.collectives import BARRIER, TensorCollectives
 from syncline.tensors.reductions import Operation
 from syncline.tensors.work import PendingCalls, TensorWork
 from syncline.topology import Topology
+
+if TYPE_CHECKING:
+    from syncline.runtime import FleetStatistics
 
 _OF_THE_LIBRARY = frozenset({"add_update", "close_at_exit", "notice"})
 _entering = threading.Lock()

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, SupportsFloat
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat
 
 import torch
 
@@ -21,9 +21,12 @@ from syncline.arguments import Whole, checked
 from syncline.endpoints import parse_endpoint
 from syncline.errors import ConfigurationError, SynclineError
 from syncline.pytorch.secret import read_secret
-from syncline.runtime import Communicator, FleetStatistics
+from syncline.runtime import Communicator
 from syncline.runtime.watching import MOST_SECONDS
 from syncline.variables import FLIGHT, METRICS, process_variables
+
+if TYPE_CHECKING:
+    from syncline.runtime import FleetStatistics
 
 OPENTELEMETRY = "opentelemetry"
 """In place of a port or a folder."""
@@ -32,7 +35,7 @@ EXAMINED_S = 5.0
 WRITE_S = 10.0
 """How often a file is written; who reads one does so every 15 s or more."""
 
-Take = Callable[[], FleetStatistics]
+Take = Callable[[], "FleetStatistics"]
 _sources: list[tuple[Take, Callable[[], Communicator]]] = []
 """Of the jobs that this process has a part in, the last one counts."""
 

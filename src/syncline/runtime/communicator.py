@@ -34,7 +34,6 @@ from syncline.runtime.port import Port
 from syncline.runtime.reduction import Reduction, numpy_reduction
 from syncline.runtime.relay import GroupFabric, Relay, place_in_job
 from syncline.runtime.shared_memory import EngineLinks, KeptCall, SharedMemoryCollectives, open_together
-from syncline.runtime.statistics import FleetStatistics, take_statistics
 from syncline.runtime.watching import ANSWER_S, Watching
 from syncline.runtime.work import Work
 from syncline.schedule import Collective, Layout, Schedule
@@ -43,6 +42,7 @@ from syncline.variables import behind_limit_s, live_place
 
 if TYPE_CHECKING:
     from syncline.fabric import _native
+    from syncline.runtime.statistics import FleetStatistics
 
 DEFAULT_TIMEOUT_S = 300.0
 TOKEN_BYTES = 8
@@ -569,6 +569,8 @@ class Communicator:
         self._engine.count = count
 
     def _statistics(self) -> FleetStatistics:
+        from syncline.runtime.statistics import take_statistics  # a start counts nothing
+
         return take_statistics(
             self._fabric,
             self._engine,

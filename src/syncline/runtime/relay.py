@@ -12,13 +12,16 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from syncline.errors import ConfigurationError, FabricClosedError, FabricError
 from syncline.fabric import ABORTED, Fabric, FabricListener
 from syncline.fabric.progress import MemberStalls
-from syncline.fabric.protocol import FabricStatistics, ReceiveSettings, SendSettings
+from syncline.fabric.protocol import ReceiveSettings, SendSettings
 from syncline.fabric.slice_executor import SliceExecutor
+
+if TYPE_CHECKING:
+    from syncline.fabric.statistics import FabricStatistics
 
 LossHandler = Callable[[int, Exception], None]
 ControlHandler = Callable[[int, bytes], None]

@@ -17,7 +17,7 @@ import os
 import sys
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from syncline.errors import ConfigurationError
 from syncline.fabric import MAX_CONTROL_BYTES, Fabric
@@ -25,16 +25,20 @@ from syncline.observe import Trace
 from syncline.runtime import control
 from syncline.runtime.control import ControlError, ControlKind
 from syncline.runtime.flight_recorder import FlightRecorder
-from syncline.runtime.lookout import Lookout, PaceReport, report_interval_s, take_pace
 from syncline.runtime.loop import CommunicationLoop
-from syncline.runtime.statistics import FleetStatistics
 from syncline.runtime.whereabouts import ThreadWatch, process_namespace, process_state, thread_stacks
 from syncline.topology import Topology
+
+if TYPE_CHECKING:
+    from syncline.runtime.lookout import Lookout
+    from syncline.runtime.statistics import FleetStatistics
 
 ANSWER_S = 4.0
 """How long rank 0 waits for answers once all ranks have recorded."""
 LOOK_S = 0.25
 """Between two looks at where the training thread is."""
+FIRST_S = 1.0
+"""After a start, until a rank first tells of its pace: many of one machine have to load what they call just then."""
 MOST_SECONDS = 60.0
 MOST_EVENTS = 2500
 """Of a rank's answer, the last ones: that many take some 19 ms to encode."""
@@ -81,16 +85,20 @@ class Watching:
         """Tell rank 0 every few seconds how this rank fares; there, say on standard error who holds the others up."""
         self._live = live
         if self._fabric.rank in (0, 1):  # rank 1 hears of rank 0 alone, of whom somebody must tell as well
+            from syncline.runtime.lookout import Lookout  # who tells only needs it later
+
             now_s, limit_s = self._loop.clock.time(), behind_s if self._fabric.rank == 0 else math.inf
             describe = self._fabric.describe_peer
             self._lookout = Lookout(self._topology, describe, self._describe_silent, behind_s=limit_s, now_s=now_s)
         self._look()
-        self._tell_pace()
+        self._loop.clock.call_later(FIRST_S, self._tell_pace)
 
     def hear(self, peer: int, kind: ControlKind, number: int, body: bytes) -> None:
         """Take what another rank tells of this; :class:`ControlError` for what it may not."""
         if kind is ControlKind.PACE:
             if self._lookout is not None:
+                from syncline.runtime.lookout import PaceReport
+
                 report = PaceReport.decode(body, self._fabric.world_size)
                 self._lookout.hear(peer, report, self._loop.clock.time())
         elif kind is ControlKind.ANSWER:
@@ -166,6 +174,8 @@ class Watching:
     def _tell_pace(self) -> None:
         if self._is_over() or self._progress.watcher is not self:
             return
+        from syncline.runtime.lookout import report_interval_s, take_pace  # many ranks that start have no time for it
+
         report = take_pace(self._progress, self._take(), self._thread)
         self.count()
         now_s, rank = self._loop.clock.time(), self._fabric.rank

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from numbers import Integral
-from typing import Any, Literal, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,10 @@ from syncline.tensors.memory import (
     touches,
 )
 from syncline.tensors.reductions import Operation, ReduceOp, TensorReduction, check_weight, multiply_by, reduction_of
-from syncline.tensors.staging import StagedCollectives
 from syncline.tensors.work import TensorWork
+
+if TYPE_CHECKING:
+    from syncline.tensors.staging import StagedCollectives
 
 Tensors = Sequence[torch.Tensor]
 
