@@ -2,7 +2,16 @@
 
 import pytest
 
-from syncline.schedule.period import LEAST_STEPS, LONGEST, PATIENCE, SHORTEST, AutomaticPeriod, shortest_period
+from syncline.schedule.period import (
+    LEAST_STEPS,
+    LONGEST,
+    PATIENCE,
+    SHORTEST,
+    AutomaticPeriod,
+    common_fragments,
+    own_steps,
+    shortest_period,
+)
 
 
 def held_up_by(period: int, round_s: float, step_s: float, own_s: float = 0.0) -> float:
@@ -33,6 +42,12 @@ def test_it_settles_on_the_shortest_that_links_carry_and_seldom_tries_another(ro
 def test_the_shortest_is_a_power_of_two_that_carries_the_rounds_or_nearly() -> None:
     rounds_s = (0.0, 0.1, 0.21, 0.3, 0.5, 1e9)
     assert [shortest_period(round_s, 0.1) for round_s in rounds_s] == [2, 2, 2, 4, 8, LONGEST]
+
+
+def test_a_slow_party_makes_fewer_steps_and_all_have_a_fragment_for_each_of_them() -> None:
+    assert [own_steps(16, speed) for speed in (1.0, 0.9, 0.89, 0.5, 0.33, 0.001)] == [16, 16, 14, 8, 5, 1]
+    assert [common_fragments(16, fewest) for fewest in (16, 14, 8, 5, 1)] == [16, 8, 8, 4, 1]
+    assert common_fragments(10, 10) == 10
 
 
 def test_arithmetic_that_holds_up_every_round_makes_it_longer() -> None:

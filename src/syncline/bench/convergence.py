@@ -52,6 +52,11 @@ class Method:
         return int(self.arguments.get("period", USUAL))
 
     @property
+    def has_own_pace(self) -> bool:
+        """Whether each site makes as many steps as it can: networks say how many, as here all compute alike."""
+        return self.arguments.get("pace") == "own"
+
+    @property
     def is_automatic(self) -> bool:
         """Whether the network says which period it has: it is trained with that one, as here networks take no time."""
         return self.arguments.get("period") == "auto"
@@ -60,6 +65,17 @@ class Method:
         """Return what it is on a network where it has this period; of the same group."""
         arguments = {**self.arguments, "period": period}
         return replace(self, name=f"{self.name}, {period}", arguments=arguments, group=self.group or self.name)
+
+    def with_speeds(self, speeds: Mapping[str, float]) -> Method:
+        """Return what it is where hosts compute so fast; of the same group."""
+        told = ", ".join(f"{speed:g}" for speed in sorted(set(speeds.values())))
+        arguments = {**self.arguments, "pace": dict(speeds)}
+        return replace(self, name=f"{self.name}, {told}", arguments=arguments, group=self.group or self.name)
+
+    def speed_of(self, host: str) -> float:
+        """Return how many of the fastest site's steps a host makes, of 1."""
+        pace = self.arguments.get("pace")
+        return pace[host] if isinstance(pace, Mapping) else 1.0
 
 
 def _local(name: str, timing: Timing, group: str = "", **arguments: Any) -> Method:
@@ -99,6 +115,7 @@ METHODS: tuple[Method, ...] = (
     _local("LocalSteps", "overlapped", parties=None),
     _local("LocalSteps, sites", "sites"),
     _local("LocalSteps, auto", "sites", period="auto"),
+    _local("LocalSteps, own pace", "sites", pace="own"),
     Method(name="Overlapped", rule="Overlapped", timing="stale"),
     Method(name="Clustered", rule="Clustered", arguments={"features": ()}, timing="servers"),
 )
@@ -126,11 +143,20 @@ def choose_tasks(names: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """A topology, and how many times as long its slowest ranks compute."""
+    """A topology, and how many times as long its last site computes."""
 
     name: str
     topology: Topology
     slowdown: float = 1.0
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        """How fast each host computes, of the fastest."""
+        slow = self.topology.root.children[-1]
+        return {
+            host.name: 1 / self.slowdown if slow in self.topology.path(host.ranks[0].rank) else 1.0
+            for host in self.topology.hosts
+        }
 
     @property
     def sites(self) -> str:

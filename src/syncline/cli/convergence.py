@@ -53,8 +53,8 @@ class Plan:
 
     @property
     def every(self) -> int:
-        """After how many steps a loss is judged."""
-        return max(1, self.num_steps // 16)
+        """After how many steps a loss is judged; a site at half speed makes whole steps until then."""
+        return 2 * max(1, self.num_steps // 32)
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class Trainings:
 
     plan: Plan
     done: dict[tuple[object, ...], Training] = field(init=False)
-    _predictors: dict[tuple[str, int], StepPredictor] = field(init=False, default_factory=dict)
+    _predictors: dict[tuple[str, int, float], StepPredictor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.done = {training.key: training for training in load_trainings(self.plan.path)}
@@ -79,7 +79,9 @@ class Trainings:
                 self._run_methods(task, networks[0], seed, {each.name: each for each in settled}.values())
 
     def _settled(self, task: str, network: Network, method: Method) -> Method:
-        """Return a method with the period that it has on a network."""
+        """Return a method with the period, or with the sites' speeds, that it has on a network."""
+        if method.has_own_pace:
+            return method.with_speeds(network.speeds)
         reference = self.find(task, network, self._reference, 0)
         if not method.is_automatic or reference is None:
             return method
@@ -148,7 +150,7 @@ class Trainings:
         if not found:
             return None
         first = next(iter(found.values()))
-        predictor = self._predictor(network, first.num_bytes)
+        predictor = self._predictor(network, first.num_bytes, paced="pace" in method.arguments)
         step_s, link, link_bytes = predictor.predict(method, first)
         return ConvergenceRow(
             task=task,
@@ -163,10 +165,11 @@ class Trainings:
             is_stale=method.timing == "stale" and predictor.link_s(first, str(link)) > step_s,
         )
 
-    def _predictor(self, network: Network, num_bytes: int) -> StepPredictor:
-        compute_s = network.slowdown * self.plan.compute_s
+    def _predictor(self, network: Network, num_bytes: int, *, paced: bool = False) -> StepPredictor:
+        """Return what predicts steps of the slowest site, or those of the fastest, beside which others make fewer."""
+        compute_s = self.plan.compute_s * (1.0 if paced else network.slowdown)
         made = StepPredictor(topology=network.topology, num_bytes=num_bytes, compute_s=compute_s)
-        return self._predictors.setdefault((network.name, num_bytes), made)
+        return self._predictors.setdefault((network.name, num_bytes, compute_s), made)
 
 
 @dataclass(frozen=True, kw_only=True)

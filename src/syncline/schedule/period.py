@@ -1,4 +1,9 @@
-"""How many steps a period has where the user names no number: the fewest whose rounds the links carry meanwhile.
+"""How many steps a period has: of parties that compute at different speeds, and where the user names no number.
+
+A party that computes at half speed makes half as many steps in a period (:func:`own_steps`), so that all come to a
+round together, and nobody waits.
+
+Where the user names no number, a period has the fewest steps whose rounds the links carry meanwhile.
 
 Sites that average more often need fewer samples, the more so the more their data differ, until rounds hold up steps. So
 a period begins short, and becomes longer where all ranks were held up by rounds. What holds up the rank that is held up
@@ -12,6 +17,8 @@ on measured times.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Literal
 
 USUAL = 16
 """Where it is not chosen, and the longest that is advised: what more steps cost in samples is not predicted."""
@@ -26,7 +33,27 @@ LEAST_STEPS = 16
 """Fewer are not judged: a machine is busy for a moment."""
 PATIENCE = 8
 """Judgements."""
+ALIKE = 0.9
+"""Parties that are as fast as the fastest, or nearly, make as many steps: what is measured is never the same."""
 _SHORTEST_S = 1e-9
+
+
+def own_steps(period: int, speed: float) -> int:
+    """Return how many steps a party makes in a period whose fastest party makes ``period``; ``speed``: its own, of 1.
+
+    >>> own_steps(16, 0.5), own_steps(16, 0.95), own_steps(16, 0.01)
+    (8, 16, 1)
+    """
+    return period if speed >= ALIKE else max(1, round(period * speed))
+
+
+def common_fragments(most: int, fewest_steps: int) -> int:
+    """Return in how many fragments parties exchange of which one makes no more steps: a power of two, or the most.
+
+    >>> common_fragments(16, 20), common_fragments(16, 7), common_fragments(10, 10)
+    (16, 4, 10)
+    """
+    return most if fewest_steps >= most else 1 << (fewest_steps.bit_length() - 1)
 
 
 def shortest_period(round_s: float, step_s: float) -> int:
@@ -77,4 +104,68 @@ class AutomaticPeriod:
                 self.num_steps //= 2
                 self._num_calm, self._is_trial = 0, True
         self._num_periods = 0
+        return True
+
+
+class PartyPeriod:
+    """The period of a job as one party has it: its own number of steps, and how many fragments all can have.
+
+    ``period``: steps of the fastest party, or ``"auto"``. ``speeds``: of this party and of the slowest, as parts of the
+    fastest; None: they are measured, and begin alike.
+
+    >>> period = PartyPeriod(16, speeds=None)
+    >>> period.judge(held_up_s=[0.0, 0.0], taken_s=[1.5, 1.4], num_steps=[15, 7], party=[1])
+    True
+    >>> period.own_steps, period.num_fragments(16)
+    (8, 8)
+    """
+
+    def __init__(self, period: int | Literal["auto"], *, speeds: tuple[float, float] | None = (1.0, 1.0)) -> None:
+        self._automatic = AutomaticPeriod() if period == "auto" else None
+        self._given = SHORTEST if period == "auto" else period
+        self._is_measured = speeds is None
+        self._speeds = speeds or (1.0, 1.0)
+        self.is_found = self._automatic is not None or speeds is None
+        """Whether it follows from what is measured."""
+
+    @property
+    def _num_steps(self) -> int:
+        return self._given if self._automatic is None else self._automatic.num_steps
+
+    @property
+    def own_steps(self) -> int:
+        """Of this party."""
+        return own_steps(self._num_steps, self._speeds[0])
+
+    def num_fragments(self, most: int) -> int:
+        """Return in how many fragments, of so many at most, a period goes: a step begins one round at most."""
+        return common_fragments(min(most, self._num_steps), own_steps(self._num_steps, self._speeds[1]))
+
+    def begin(self) -> None:
+        """Judge by what comes from now on."""
+        if self._automatic is not None:
+            self._automatic.begin()
+
+    def judge(
+        self,
+        *,
+        held_up_s: Sequence[float],
+        taken_s: Sequence[float],
+        num_steps: Sequence[float],
+        party: Sequence[int],
+    ) -> bool:
+        """End a period, and find those that follow; return whether it was judged, and a judgement begins anew.
+
+        Of each rank, since the last judgement: for how long rounds held it up, in what time, and its steps. ``party``:
+        the ranks of this one's, which are as fast as the slowest of them.
+        """
+        ranks = list(zip(held_up_s, taken_s, num_steps, strict=True))
+        if self._automatic is not None:
+            if not self._automatic.judge(held_up=min(held_s / whole_s for held_s, whole_s, _ in ranks)):
+                return False
+        elif not self._is_measured or max(num_steps) < LEAST_STEPS // 2:
+            return False
+        if self._is_measured and max(num_steps) >= LEAST_STEPS // 2 and min(num_steps) > 0:
+            step_s = [max(_SHORTEST_S, whole_s - held_s) / steps for held_s, whole_s, steps in ranks]
+            self._speeds = min(step_s) / max(step_s[rank] for rank in party), min(step_s) / max(step_s)
         return True

@@ -89,6 +89,7 @@ class ElasticLocalStepsUpdater(LocalStepsUpdater):
                 start_sum=self._start_sum(),
                 thread=self._part_collectives.thread,
             )
+            self._told_party = self._ranks
         streams = self._reserve(self._num_group_streams)
         if isinstance(self._party, ElasticAllReduceUpdater) and self._party_control is not None:
             self._resume_party(self._party, self._party_control, streams)
@@ -117,13 +118,14 @@ class ElasticLocalStepsUpdater(LocalStepsUpdater):
     def go_on_after(self, before: Updater, *, has_come: bool) -> None:
         """Go on as ``before`` did, with the first fragment."""
         assert isinstance(before, ElasticLocalStepsUpdater), "it is of the same rule"
+        self._first_step = self.step_number if self._is_free else self._first_step
         self._next_round, self._num_ahead = 0, -self._num_sends(self.step_number)
         for own, given in zip(self.alike(), before.alike(), strict=True):
             own.copy_(given)
         if has_come:
             return
         self._unsent, self._is_equal = spread(before._unsent, len(self._fragments)), before._is_equal
-        self._counts = replace(before._counts, period=self._period, parties=self.parties)
+        self._counts = replace(before._counts, period=self._period.own_steps, parties=self.parties)
         for values, bucket in zip(before._drifted, self.buckets, strict=False):
             bucket.parameters.copy_(values)
 
@@ -214,7 +216,7 @@ class ElasticLocalStepsUpdater(LocalStepsUpdater):
         ranks = next(ranks for ranks in self.parties if job.rank in ranks)
         factor, self._ranks = len(self._ranks) / len(ranks), ranks
         self._weight *= factor
-        self._unsent = [samples * factor for samples in self._unsent]
+        self._unsent = [(samples * factor, steps) for samples, steps in self._unsent]
         if self._flight is not None:
             self._flight.weight *= factor
 

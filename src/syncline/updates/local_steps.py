@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from syncline.arguments import Count, check_fields
@@ -12,7 +12,7 @@ from syncline.schedule.replicas import Replicate
 from syncline.updates.combinations import COMPRESSED, OF_LOCAL_STEPS, Combination
 from syncline.updates.compression import Compress, compress
 from syncline.updates.elastic_local_steps import ElasticLocalStepsUpdater
-from syncline.updates.local_steps_updater import LocalStepsUpdater, Nesterov
+from syncline.updates.local_steps_updater import LocalStepsUpdater, Nesterov, Pace
 from syncline.updates.rule import Setting, WholeRule
 
 __all__ = ["LocalSteps", "Nesterov"]
@@ -38,7 +38,12 @@ class LocalSteps(WholeRule):
     ``"auto"``: what is below the first switch that divides the network (sites, racks, hosts of several ranks; on one
     host each rank is a party). The ranks of a party average their gradients in every batch, as with ``AllReduce()``, so
     that fewer parties drift apart, and slow links carry less. Others are named as with ``Sharded(replicate=)``; None:
-    each rank. ``compress``: what slow links carry of rounds, as with :class:`Sharded`.
+    each rank. ``pace``: how many steps each party makes in a period. ``"equal"``: as many, so that the slowest holds up
+    the others. ``"own"``: the fastest makes ``period``, others as many as they can make meanwhile, by what all measure
+    while they train; or ``{"h0": 1.0, "h1": 0.5, ...}``, the speed of each host (a party is as fast as its slowest),
+    which measures nothing. A party's move then has the weight of its samples for each step, so that each sample counts
+    the same. All ranks count the same rounds, so a loop may end by ``optimizer.statistics().num_rounds``.
+    ``compress``: what slow links carry of rounds, as with :class:`Sharded`.
     ``bucket_bytes``: how much moves together, about; rounds cut buckets where a fragment ends, but not if they are
     compressed.
 
@@ -52,8 +57,9 @@ class LocalSteps(WholeRule):
     lost one has moved since its last round is lost, and its optimizer's state. Newcomers come in when a round ends,
     with the global parameters and the optimizer's state of the nearest member.
 
-    Raises :class:`ConfigurationError` for values that are out of range, and for ``period="auto"`` with ``outer`` or
-    without ``overlap``; ``distribute()`` raises :class:`TopologyError` for parties that are not in the topology, and
+    Raises :class:`ConfigurationError` for values that are out of range, for ``period="auto"`` with ``outer``, and for
+    it and ``pace="own"`` without ``overlap``, and from ``distribute()`` for a ``pace`` that leaves out a host;
+    ``distribute()`` raises :class:`TopologyError` for parties that are not in the topology, and
     :class:`UpdateError` for an optimizer that wants a closure. ``step()`` raises what a collective does, and, on every
     rank, that parameters of a rank are not finite.
 
@@ -68,6 +74,7 @@ class LocalSteps(WholeRule):
     fragments: Count = 16
     overlap: bool = True
     parties: Replicate | None = "auto"
+    pace: Pace = field(default="equal", hash=False)
     compress: Compress = "off"
     bucket_bytes: Count = 512 * 1024
     combinations: ClassVar[tuple[Combination, ...]] = (*OF_LOCAL_STEPS, *COMPRESSED)
@@ -78,6 +85,12 @@ class LocalSteps(WholeRule):
             raise ConfigurationError(
                 'LocalSteps: period="auto" is the shortest that links carry while ranks compute, so it goes neither '
                 "with outer, which wants long periods, nor with overlap=False, which waits; give a number of steps"
+            )
+
+        if self.pace == "own" and not self.overlap:
+            raise ConfigurationError(
+                'LocalSteps: pace="own" measures how long steps take while rounds pass under them, so it does not go '
+                "with overlap=False, which waits; give the speed of each host, as pace={'h0': 1.0, 'h1': 0.5}"
             )
 
     def start(self, setting: Setting) -> LocalStepsUpdater:
@@ -91,4 +104,5 @@ class LocalSteps(WholeRule):
             fragments=self.fragments,
             overlap=self.overlap,
             parties=self.parties,
+            pace=self.pace,
         )

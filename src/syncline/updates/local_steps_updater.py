@@ -11,6 +11,10 @@ and is part of what it brings to the fragment's next round: so every local step 
 "Communication-efficient learning of deep networks from decentralized data" (2017); Douillard et al., "DiLoCo" (2023)
 and "Streaming DiLoCo with overlapping communication" (2025).
 
+**Pace.** A party that computes at half speed may make half as many steps between two rounds. What it has moved is the
+sum of its steps, so it has the weight of one step's samples, and not of all: then each sample counts the same, as in a
+synchronous step. (FedNova, Wang et al., 2020, divides by the steps, so that each party counts the same.)
+
 **Ends.** Ranks may make different numbers of steps. Whoever ends its period (or closes its fleet) goes on in the
 others' rounds, with no weight, until all have told that they end; then each fragment has one round more, and parameters
 are equal on all. Rounds are counted, and the count says which fragment comes next, so followers need not be told.
@@ -31,13 +35,14 @@ from syncline.arguments import Bounds, check_fields
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
 from syncline.schedule import Collective
-from syncline.schedule.period import USUAL, AutomaticPeriod
+from syncline.schedule.period import USUAL, PartyPeriod
 from syncline.schedule.replicas import Replicate, find_parties
 from syncline.updates.allreduce import AllReduceUpdater
 from syncline.updates.bucket import Bucket, BucketPlan, Slot
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketSchedule, BucketScheduleOptions, plan_bucket_schedules
 from syncline.updates.control import ControlStream
+from syncline.updates.ownership import check_hosts
 from syncline.updates.report import LocalReports, PendingReport, StepReports
 from syncline.updates.rounds import Move, Round
 from syncline.updates.rule import Setting, WholeUpdater
@@ -56,9 +61,12 @@ from syncline.updates.state import StateOfRank, StateSource, key_of_rank
 VELOCITY = "outer_velocity"
 LEAST_BYTES = 128 * 1024
 """Of a fragment for which buckets are cut: what is less costs its calls, and not its bytes."""
-_NUM_TOLD = 4
-"""Numbers in a round: whether this rank ends, its step, how long rounds have held it up, and in what time."""
+_NUM_TOLD = 5
+"""Numbers in a round: whether this rank ends, its step, how long rounds have held it up, in what time and steps."""
 _LEAST_S = 1e-9
+
+Pace = Literal["equal", "own"] | Mapping[str, Annotated[float, Bounds(above=0, below=math.inf)]]
+"""How many steps each party makes in a period."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +157,7 @@ class LocalStepsStatistics:
     waited_s: float
     """Time for which ``step()`` and ``end_period()`` waited for rounds."""
     period: int
-    """Steps between two rounds of a parameter, as it is now."""
+    """Steps of this rank between two rounds of a parameter, as it is now."""
     parties: tuple[tuple[int, ...], ...]
     """The ranks of each party."""
 
@@ -174,16 +182,14 @@ class LocalStepsUpdater(WholeUpdater):
         fragments: int,
         overlap: bool,
         parties: Replicate | None,
+        pace: Pace,
     ) -> None:
         super().__init__(setting)
-        self._overlaps = overlap
-        self._automatic = AutomaticPeriod() if period == "auto" else None
-        most = USUAL if period == "auto" else period
-        self._period = most if self._automatic is None else self._automatic.num_steps
-        number = min(fragments, most)
-        self._setting = setting
+        self._setting, self._overlaps = setting, overlap
+        number = min(fragments, USUAL if period == "auto" else period)
         self.parties = find_parties(self.collectives.communicator.topology, parties)
         self._ranks = next(ranks for ranks in self.parties if self.collectives.rank in ranks)
+        self._has_pace, self._period = pace != "equal", PartyPeriod(period, speeds=self._speeds(pace))
         self._num_group_streams = 2 + len(self.buckets) if max(map(len, self.parties)) > 1 else 0
         """Of a party's communicator; every rank takes as many, also one that is a party by itself."""
         streams = self._reserve(self._num_group_streams)
@@ -192,7 +198,7 @@ class LocalStepsUpdater(WholeUpdater):
         self._parts = _cut(self.buckets, 1 if self.collectives.crossing is not None else number)
         self._smallest = _divide(self._parts, number)
         """Fragments as a usual period has them; a shorter one has fewer, each of several of these."""
-        self._fragments = _join(self._smallest, self._period)
+        self._fragments = _join(self._smallest, self._period.num_fragments(number))
         self._control, self._part_collectives = self._open_ways()
         """What rounds are told by, and what moves their parts."""
         self._starts = [bucket.parameters.clone() for bucket in self.buckets]
@@ -206,14 +212,16 @@ class LocalStepsUpdater(WholeUpdater):
         self._is_equal = True
         """Whether no step was made since all ranks had the same parameters."""
         self._weight = 0.0
-        self._unsent = [0.0] * len(self._fragments)
-        """By fragment, the samples since its last round."""
+        self._unsent = [(0.0, 0)] * len(self._fragments)
+        """By fragment, the samples and the steps since its last round."""
         self._first_step = 0
         """After which rounds are counted with the period that there is now."""
-        self._began_s, self._held_up_s = time.monotonic(), 0.0
-        """When the period began to be judged, and for how long rounds have held up steps since."""
+        self._began_s, self._held_up_s, self._began_step = time.monotonic(), 0.0, 0
+        """When the period began to be judged, for how long rounds have held up steps since, and after which step."""
+        self._told_party: Sequence[int] = self._ranks
+        """This party, as ranks were numbered when the round under way began."""
         self._counts = LocalStepsStatistics(
-            num_steps=0, num_rounds=0, num_waits=0, waited_s=0.0, period=self._period, parties=self.parties
+            num_steps=0, num_rounds=0, num_waits=0, waited_s=0.0, period=self._period.own_steps, parties=self.parties
         )
 
     @property
@@ -250,9 +258,9 @@ class LocalStepsUpdater(WholeUpdater):
             for start, bucket in zip(self._starts, self.buckets, strict=True):
                 start.copy_(bucket.parameters)  # which a checkpoint may have brought
             self._is_equal = False
-            self._begin_judging()
+            self._begin_judging(after=self.step_number + 1)
         self.optimizer.step()
-        self._unsent = [samples + self._weight for samples in self._unsent]
+        self._unsent = [(samples + self._weight, steps + 1) for samples, steps in self._unsent]
         self._weight = 0.0
         self.step_number += 1
         self._counts = replace(self._counts, num_steps=self._counts.num_steps + 1)
@@ -270,9 +278,9 @@ class LocalStepsUpdater(WholeUpdater):
             told = self._land()
             num_ends = num_ends + 1 if bool(told[:, 0].all()) else 0
         self.step_number = int(told[:, 1].max())  # of the rank that has come furthest
-        if self._automatic is not None:
+        self._period.begin()
+        if self._is_free:
             self._first_step = self.step_number
-            self._automatic.begin()
         self._num_ahead = self._next_round - self._num_sends(self.step_number)
         self._is_equal = True
 
@@ -283,7 +291,7 @@ class LocalStepsUpdater(WholeUpdater):
     def go_on_from(self, iteration: int) -> None:
         """Count from there on."""
         super().go_on_from(iteration)
-        self._first_step = iteration if self._automatic is not None else 0
+        self._first_step = iteration if self._is_free else 0
         self._next_round, self._num_ahead = self._num_sends(iteration), 0
 
     def statistics(self) -> LocalStepsStatistics:
@@ -299,7 +307,7 @@ class LocalStepsUpdater(WholeUpdater):
         """Take the state that this rank had; what all ranks have alike, or a rank of a smaller job, where it is new."""
         self._land()
         self._is_equal = True
-        self._unsent = [0.0] * len(self._fragments)
+        self._unsent = [(0.0, 0)] * len(self._fragments)
         super().load_state(StateOfRank(source, self.collectives.rank))
 
     def close(self) -> None:
@@ -316,29 +324,43 @@ class LocalStepsUpdater(WholeUpdater):
         self._starts.clear()
         self._outer.clear()
 
+    @property
+    def _is_free(self) -> bool:
+        """Whether parties may make other numbers of steps in a period than before, or than others."""
+        return self._period.is_found or self._has_pace
+
+    def _speeds(self, pace: Pace) -> tuple[float, float] | None:
+        """Return how fast this party and the slowest are, of the fastest; a party is as fast as its slowest host."""
+        if not isinstance(pace, Mapping):
+            return None if pace == "own" else (1.0, 1.0)
+        topology = self.collectives.communicator.topology
+        check_hosts("LocalSteps(pace=)", pace, topology)
+        speeds = [min(pace[topology.host_of(rank).name] for rank in ranks) for ranks in self.parties]
+        return speeds[self.parties.index(self._ranks)] / max(speeds), min(speeds) / max(speeds)
+
     def _num_sends(self, step: int) -> int:
         """Return how many rounds have begun by the end of a step, spread evenly over each period."""
-        return (step - self._first_step) * len(self._fragments) // self._period
+        return (step - self._first_step) * len(self._fragments) // self._period.own_steps
 
-    def _begin_judging(self) -> None:
-        self._began_s, self._held_up_s = time.monotonic(), 0.0
+    def _begin_judging(self, *, after: int) -> None:
+        self._began_s, self._held_up_s, self._began_step = time.monotonic(), 0.0, after
 
-    def _judge_period(self, told: torch.Tensor) -> None:
-        """Go on with another period if the last one, by what all ranks have told at its end, was too short or long.
+    def _judge(self, told: torch.Tensor) -> None:
+        """Let periods have other numbers of steps if the last ones, by what all ranks have told, did not fit.
 
         Not while a rank ends, as it follows rounds and makes no steps.
         """
-        if self._automatic is None or self._next_round % len(self._fragments) or bool(told[:, 0].any()):
+        if not self._is_free or self._next_round % len(self._fragments) or bool(told[:, 0].any()):
             return
-        if not self._automatic.judge(held_up=float((told[:, 2] / told[:, 3]).min())):
+        _, _, held_up_s, taken_s, num_steps = told[:, :_NUM_TOLD].T.tolist()
+        if not self._period.judge(held_up_s=held_up_s, taken_s=taken_s, num_steps=num_steps, party=self._told_party):
             return
-        self._begin_judging()
-        self._period = self._automatic.num_steps
-        self._fragments = _join(self._smallest, self._period)
+        self._begin_judging(after=self.step_number)
+        self._fragments = _join(self._smallest, self._period.num_fragments(len(self._smallest)))
         self._unsent = spread(self._unsent, len(self._fragments))
         self._first_step, self._next_round = self.step_number, 0
         self._num_ahead = 1  # that which begins in this step
-        self._counts = replace(self._counts, period=self._period)
+        self._counts = replace(self._counts, period=self._period.own_steps)
 
     def _meet(self) -> None:
         """Merge the round that is under way, if any, and begin the next one."""
@@ -357,7 +379,8 @@ class LocalStepsUpdater(WholeUpdater):
         for part in self._fragments[number]:
             now = part.of(part.bucket.parameters)
             moves.append(Move(part.plan, part.of(self._starts[part.bucket.index]), now.clone() if copies else now))
-        weight, self._unsent[number] = self._unsent[number], 0.0
+        weight = self._weight_of(*self._unsent[number])
+        self._unsent[number], self._told_party = (0.0, 0), self._ranks
         self._flight = Round(
             moves,
             weight=weight,
@@ -371,7 +394,12 @@ class LocalStepsUpdater(WholeUpdater):
 
     def _told(self, *, ends: bool) -> Sequence[float]:
         """Return what this rank tells in a round."""
-        return ends, self.step_number, self._held_up_s, max(_LEAST_S, time.monotonic() - self._began_s)
+        taken_s = max(_LEAST_S, time.monotonic() - self._began_s)
+        return ends, self.step_number, self._held_up_s, taken_s, self.step_number - self._began_step
+
+    def _weight_of(self, samples: float, steps: int) -> float:
+        """Return the weight of what so many steps on so many samples have moved: with a pace, of one step."""
+        return samples / max(1, steps) if self._has_pace else samples
 
     def _start_sum(self) -> Callable[[Bucket | BucketPlan, torch.Tensor], Work]:
         """Return what begins to sum whole numbers, by the collectives that there are now."""
@@ -437,7 +465,7 @@ class LocalStepsUpdater(WholeUpdater):
             move.start.copy_(new)
         self._note_merged(flight)
         told = flight.wait_told()
-        self._judge_period(told)
+        self._judge(told)
         return told
 
     def _note_merged(self, flight: Round) -> None:
@@ -470,14 +498,13 @@ def _cut(buckets: Sequence[Bucket], num_fragments: int) -> list[BucketPart]:
     return parts
 
 
-def _join(fragments: Sequence[list[BucketPart]], period: int) -> list[list[BucketPart]]:
-    """Join neighbours, so that no more are left than a period has steps."""
-    number = min(len(fragments), period)
+def _join(fragments: Sequence[list[BucketPart]], number: int) -> list[list[BucketPart]]:
+    """Join neighbours, so that so many are left."""
     ends = [len(fragments) * count // number for count in range(number + 1)]
     return [[part for each in fragments[start:stop] for part in each] for start, stop in pairwise(ends)]
 
 
-def spread(unsent: Sequence[float], number: int) -> list[float]:
+def spread(unsent: Sequence[tuple[float, int]], number: int) -> list[tuple[float, int]]:
     """Return for each of so many fragments what the one has that was in its place."""
     return [unsent[fragment * len(unsent) // number] for fragment in range(number)]
 

@@ -31,19 +31,25 @@ Portions = Literal["balanced", "fastest"] | Cap | Weights
 _NUM_PROBED = 16
 
 
+def check_hosts(name: str, numbers: Mapping[str, float], topology: Topology) -> None:
+    """Raise :class:`ConfigurationError` unless the argument ``name`` gives a number for each host, and no other."""
+    names = [host.name for host in topology.hosts]
+    unknown, missing = sorted(numbers.keys() - set(names)), [host for host in names if host not in numbers]
+    if unknown or missing:
+        wrong = f"{unknown[0]!r} is none" if unknown else f"{missing[0]!r} has none"
+        raise ConfigurationError(
+            f"{name}: a number is needed for each host of {topology.name!r}, and for no other, but {wrong}; its hosts "
+            f"are {', '.join(names)}"
+        )
+
+
 def rank_shares(topology: Topology, portions: Mapping[str, float]) -> tuple[float, ...]:
     """Return the share of each rank, where hosts share as ``portions`` say and the ranks of a host alike.
 
     Ranks behind a gateway own nothing.
     Raises :class:`ConfigurationError` if ``portions`` leave out a host of the topology, or name another.
     """
-    names = [host.name for host in topology.hosts]
-    unknown, missing = sorted(portions.keys() - set(names)), [name for name in names if name not in portions]
-    if unknown or missing:
-        wrong = f"name {unknown[0]!r}, which it has not" if unknown else f"leave out {missing[0]!r}"
-        raise ConfigurationError(
-            f"portions give a number for each host of {topology.name!r}, but {wrong}; its hosts are {', '.join(names)}"
-        )
+    check_hosts("portions", portions, topology)
     total = math.fsum(portions.values())
     return tuple(
         portions[topology.host_of(rank).name] / total / number if number else 0.0

@@ -164,14 +164,14 @@ def _train(judge: _Judge, method: Method, fleet: Fleet) -> None:
         optimizer: Any = own.make_optimizer(own.model.parameters())
         model, optimizer = syncline.distribute(own.model, optimizer, make_rule(method), samples="batch", fleet=fleet)
         judge.meet(fleet)
-        step = 0
+        step, every = 0, round(judge.every * method.speed_of(fleet.topology.host_of(fleet.rank).name))
         while not judge.is_over:
             step += 1
             loss: Any = own.loss(model, *own.draw(step))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if step % judge.every == 0:
+            if step % every == 0:
                 judge.meet(fleet)
     except BaseException:
         judge.leave()  # nobody waits for this rank
@@ -188,7 +188,10 @@ def make_rule(method: Method) -> Any:
 
 
 class _Judge:
-    """Where all ranks meet after some steps: the last to come judges the mean of their parameters, while all wait."""
+    """Where all ranks meet after some steps of the fastest: the last to come judges the mean of their parameters.
+
+    All wait meanwhile.
+    """
 
     def __init__(self, tasks: Sequence[LearningTask], *, num_steps: int, every: int, target: float | None) -> None:
         self.tasks, self.every = tasks, every
