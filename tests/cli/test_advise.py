@@ -15,7 +15,8 @@ from syncline.cli.step_plan import plan_replicas, plan_step
 from syncline.errors import ConfigurationError, SynclineError
 from syncline.pytorch.model_profile import measure_model, measure_stepping
 from syncline.runtime.plans import Plans
-from syncline.schedule import Collective, CostModel
+from syncline.schedule import PLANNERS, Collective, CostModel, predict
+from syncline.schedule.cost import predicted_slice_bytes
 from syncline.schedule.period import USUAL
 from syncline.topology import Topology
 from syncline.units import format_duration
@@ -43,7 +44,8 @@ def planned_s(topology, num_bytes):
     """What ``plan`` says of each rule that waits for all that it moves."""
     whole = compare_planners(topology, Collective.ALL_REDUCE, num_bytes)
     times_s = {"AllReduce()": whole.winner.prediction.time_s}
-    times_s[RING] = next(result.prediction.time_s for result in whole.results if result.planner == "ring")
+    ring, unasked = PLANNERS["ring"].plan(topology, Collective.ALL_REDUCE), CostModel(num_crossings=1)
+    times_s[RING] = predict(ring, topology, num_bytes, predicted_slice_bytes(topology), cost=unasked).time_s
     step = plan_step(topology, num_bytes, "balanced").to_json()
     times_s["Sharded()"] = step["planners"][0]["time_s"]
     for cap in step["caps"][1:]:

@@ -47,6 +47,19 @@ def test_latency_counts_along_the_longest_route_of_each_step():
     ).time_s == pytest.approx(0.08)
 
 
+def test_the_way_of_a_message_that_is_asked_for_counts_three_times():
+    far = Topology.flat(2, latency_s=0.01)
+    plan = PLANNERS["ring"].plan(far, Collective.ALL_GATHER)
+
+    def seconds(num_bytes, **constants):
+        cost = CostModel(message_overhead_s=0, rank_bytes_per_s=1e15, **constants)
+        return predict(plan, far, num_bytes, 1 << 30, cost=cost).time_s
+
+    assert seconds(2 << 14) == pytest.approx(0.02), "16 KiB go unasked"
+    assert seconds(2 << 15) == pytest.approx(0.06)
+    assert seconds(2 << 15, num_crossings=1) == pytest.approx(0.02)
+
+
 def test_messages_cost_their_overhead():
     topology = Topology.flat(5)
     prediction = predict(

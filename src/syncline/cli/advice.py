@@ -40,7 +40,7 @@ from syncline.priorities.forward_timing import (
     predict_forward,
 )
 from syncline.runtime.plans import Plans
-from syncline.schedule import Collective, CostModel, Prediction, lower_bound, with_gateways_chosen
+from syncline.schedule import PLANNERS, Collective, CostModel, Prediction, lower_bound, predict, with_gateways_chosen
 from syncline.schedule.cost import StepPrediction, predicted_slice_bytes
 from syncline.schedule.period import USUAL, shortest_period
 from syncline.schedule.replicas import Replicas, find_parties
@@ -185,7 +185,7 @@ class Advice:
             replace(each, name=f"{each.name[:-1]}, overlap_forward=True)".replace("(, ", "("), is_awaited=False)
             for each in divided
         ]
-        rings = [_moved(RING, topology, result.prediction) for result in comparison.results if result.planner == "ring"]
+        rings = [_ring(topology, total) for result in comparison.results if result.planner == "ring"]
         whole = _moved(WHOLE, topology, comparison.winner.prediction)
         return [whole, *self._coded(topology, "AllReduce", None), *divided, *overlapped, *rings]
 
@@ -401,6 +401,12 @@ def _replicated(topology: Topology, total: int) -> Iterator[Moves]:
         if len(step.replicas) > 1:
             name = f"Sharded(replicate={level.removeprefix('level ')})"
             yield _moved(name, topology, step.within, step.after, shares=step.shares)
+
+
+def _ring(topology: Topology, num_bytes: int) -> Moves:
+    """Return what DDP moves over gloo, whose messages are not asked for."""
+    ring, cost = PLANNERS["ring"].plan(topology, Collective.ALL_REDUCE), CostModel(num_crossings=1)
+    return _moved(RING, topology, predict(ring, topology, num_bytes, predicted_slice_bytes(topology), cost=cost))
 
 
 def _moved(

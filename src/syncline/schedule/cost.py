@@ -12,7 +12,8 @@ The data runs through the schedule in slices, each slice through all steps by it
   ranks, so it waits until all have begun, one after another where they share processors. What is only handed on moves
   as soon as its owner has begun; there the beginnings of the others are part of what the processors do meanwhile.
 - One step of one slice takes as long as its busiest link (bytes / rate), its busiest rank or the processors, whichever
-  is longest, plus the longest route's latency, plus one message's overhead.
+  is longest, plus the longest route's latency, plus one message's overhead. The latency counts ``num_crossings`` times
+  where the step's messages are larger than ``unasked_bytes``: they are announced and granted before they are sent.
 - Slices follow each other at the *period* of whatever is busiest over a whole slice, all steps together: a directed
   link, a rank, or the processors. Links and processors do not hide each other wholly: a link stands idle while what it
   should carry waits for a processor. So ``unhidden_share`` of the shorter of these two comes on top.
@@ -76,6 +77,9 @@ class CostModel:
     unhidden_share: Share = 0.0
     call_overhead_s: Annotated[float, Bounds(0)] = 0.0
     """What each rank does before its first message; nothing where a rank has a processor, beside what follows."""
+    num_crossings: Count = 3
+    """Of its way by a message that is asked for; 1 where none is, as with gloo."""
+    unasked_bytes: Count = 16 << 10
 
     def __post_init__(self) -> None:
         check_fields(self, ScheduleError)
@@ -83,7 +87,7 @@ class CostModel:
     @classmethod
     def of_links_alone(cls) -> CostModel:
         """Return a model in which links cost what their rates say and nothing else costs anything."""
-        return cls(message_overhead_s=0.0, payload_share=1.0, rank_bytes_per_s=math.inf)
+        return cls(message_overhead_s=0.0, payload_share=1.0, rank_bytes_per_s=math.inf, num_crossings=1)
 
     @classmethod
     @checked
@@ -284,7 +288,9 @@ class _Pipeline:
         rank_s = self._cost.message_overhead_s * step.messages + handled_s
         self.link_s += link_s
         self.rank_s += rank_s
-        latency_s = step.latency_s + self._cost.message_overhead_s
+        message_bytes = self._slice_bytes * float(step.handled.sum()) / max(1.0, float(step.messages.sum()))
+        num_crossings = self._cost.num_crossings if message_bytes > self._cost.unasked_bytes else 1
+        latency_s = num_crossings * step.latency_s + self._cost.message_overhead_s
         return self._together(float(link_s.max(initial=0.0)), float(rank_s.max()), float(rank_s.sum())) + latency_s
 
     def _together(self, busiest_link_s: float, busiest_rank_s: float, all_ranks_s: float) -> float:
