@@ -168,6 +168,17 @@ def test_a_bit_that_flips_on_the_way_is_found_and_sent_again_unless_that_happens
     loops.run(main())
 
 
+def test_news_that_many_pass_on_name_who_told_first_and_nobody_else():
+    async def scenario(fabrics, recorders, mail):
+        told = "sent nothing for 9.9 s (as " + fabrics[1].describe_peer(2) + " reports)"
+        fabrics[0].on_broken(fabrics[0].peer(1), told, must_tell=True)
+        await recorders[2].wait_until(lambda: 1 in recorders[2].lost)
+        assert str(recorders[2].lost[1]).endswith(told)
+        assert str(recorders[2].lost[1]).count("reports") == 1
+
+    run_over_tcp(3, scenario)
+
+
 def test_news_of_a_loss_names_the_cause():
     async def scenario(fabrics, recorders, mail):
         peer = fabrics[0].peer(1)

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from syncline.fabric.statistics import FabricStatistics
 
 _log = logging.getLogger(__name__)
+_AS_TOLD = " reports)"
 
 
 class Mesh(Protocol):
@@ -321,8 +322,8 @@ class TcpFabric:
         if outcast.is_gone:
             return
         if lost != accuser:
-            as_told = f" (as {self.describe_peer(accuser)} reports)"
-            reason = reason.removesuffix(as_told) + as_told
+            if not reason.endswith(_AS_TOLD):  # by the first who told
+                reason += f" (as {self.describe_peer(accuser)}{_AS_TOLD}"
             self._tell_peer(outcast, tag=on_word_of(accuser, lost), reason=reason)
         error = PeerLostError(f"{outcast.name} {reason}", rank=lost, host=outcast.host)
         tag = lost if is_believed(self._rank, lost) else on_word_of(accuser, lost)
