@@ -206,7 +206,9 @@ def test_a_pace_that_cannot_be_is_refused() -> None:
         LocalSteps(pace={"a0": 0.0})
 
     def body(fleet):
-        with pytest.raises(ConfigurationError, match=r"LocalSteps\(pace=\): a number is needed .* 'b1' has none"):
+        with pytest.raises(
+            ConfigurationError, match=r"the speeds of LocalSteps\(pace=\) give a number .* leave out 'b1'"
+        ):
             begin(fleet, pace={"a0": 1.0, "a1": 1.0, "b0": 0.5})
 
     run_fleets(Topology.parse(TWO_SITES), body)

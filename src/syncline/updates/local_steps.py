@@ -87,6 +87,10 @@ class LocalSteps(WholeRule):
                 "with outer, which wants long periods, nor with overlap=False, which waits; give a number of steps"
             )
 
+        if not self.pace:
+            raise ConfigurationError(
+                f"LocalSteps: pace must give the speed of each host, as {{'h0': 1.0}}, not {self.pace}"
+            )
         if self.pace == "own" and not self.overlap:
             raise ConfigurationError(
                 'LocalSteps: pace="own" measures how long steps take while rounds pass under them, so it does not go '

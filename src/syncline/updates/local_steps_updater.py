@@ -334,7 +334,7 @@ class LocalStepsUpdater(WholeUpdater):
         if not isinstance(pace, Mapping):
             return None if pace == "own" else (1.0, 1.0)
         topology = self.collectives.communicator.topology
-        check_hosts("LocalSteps(pace=)", pace, topology)
+        check_hosts("the speeds of LocalSteps(pace=)", pace, topology)
         speeds = [min(pace[topology.host_of(rank).name] for rank in ranks) for ranks in self.parties]
         return speeds[self.parties.index(self._ranks)] / max(speeds), min(speeds) / max(speeds)
 

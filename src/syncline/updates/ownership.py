@@ -32,14 +32,13 @@ _NUM_PROBED = 16
 
 
 def check_hosts(name: str, numbers: Mapping[str, float], topology: Topology) -> None:
-    """Raise :class:`ConfigurationError` unless the argument ``name`` gives a number for each host, and no other."""
+    """Raise :class:`ConfigurationError` unless ``numbers``, called ``name``, are of each host, and of no other."""
     names = [host.name for host in topology.hosts]
     unknown, missing = sorted(numbers.keys() - set(names)), [host for host in names if host not in numbers]
     if unknown or missing:
-        wrong = f"{unknown[0]!r} is none" if unknown else f"{missing[0]!r} has none"
+        wrong = f"name {unknown[0]!r}, which it has not" if unknown else f"leave out {missing[0]!r}"
         raise ConfigurationError(
-            f"{name}: a number is needed for each host of {topology.name!r}, and for no other, but {wrong}; its hosts "
-            f"are {', '.join(names)}"
+            f"{name} give a number for each host of {topology.name!r}, but {wrong}; its hosts are {', '.join(names)}"
         )
 
 
