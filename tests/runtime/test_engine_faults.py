@@ -119,7 +119,10 @@ def test_a_rank_that_does_not_call_is_named_with_those_who_wait(in_memory):
     assert_nothing_is_posted(communicators[:2])
 
 
-def test_the_error_tells_in_which_other_call_the_accused_waits(in_memory):
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize(("alone_s", "together_s"), [(3.0, 2.4), (4.0, 9.0)])
+def test_the_error_tells_in_which_other_call_the_accused_waits(in_memory, alone_s, together_s, is_late):
+    """Whichever call's time is over first, and also where the second is made when half of the first's time is over."""
     communicators = in_memory(3)
     schedule = communicators[0].plan(Collective.BROADCAST, 4)
     alone = CollectiveCall(
@@ -129,13 +132,17 @@ def test_the_error_tells_in_which_other_call_the_accused_waits(in_memory):
         buffer=view(1),
         reduction=FLOAT32,
         label="save(): call it on every rank",
-        timeout_s=3.0,
+        timeout_s=alone_s,
     )
     works = [communicators[0].submit(alone)]
-    works += [communicator.all_reduce(view(10), FLOAT32, timeout_s=2.4) for communicator in communicators[1:]]
+    for communicator in communicators[1:]:
+        while is_late and not communicator._engine._early_waits.is_any:
+            communicator.statistics()  # a round through the loop
+        works.append(communicator.all_reduce(view(10), FLOAT32, timeout_s=together_s))
     for error in errors_of(works):
         assert isinstance(error, DeadlineError)
         assert "save(): call it on every rank" in str(error)
+        assert error.ranks_at_fault == (0,)
 
 
 def test_a_call_that_others_gave_up_fails_with_their_error(in_memory):

@@ -31,6 +31,9 @@ from syncline.runtime.same_calls import Agreement, CallKey, Disagreement, EarlyQ
 from syncline.runtime.work import Work
 from syncline.topology import Topology
 
+SOON = 1 / 16
+"""Part of a call's time after which a rank tells whom it waits for, if others wait in another call; else it is half."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ActiveCall:
@@ -51,6 +54,8 @@ class ActiveCall:
     timer: Timer | None = None
     awaited: dict[int, frozenset[int]] = field(default_factory=dict)
     """For each rank that said so, whom it waits for."""
+    has_told: bool = False
+    """Whether this rank has said so itself."""
 
     @property
     def is_complete(self) -> bool:
@@ -303,6 +308,17 @@ class Engine:
             active.awaited[peer] = awaited
         elif number >= self._next_numbers.get(key[0], 0):
             self._early_waits.note(key, peer, awaited, what)
+            self._answer_wait(peer)
+
+    def _answer_wait(self, peer: int) -> None:
+        """Tell in which calls this rank waits for ``peer``, which waits in one that is not made here.
+
+        Of two calls that do not meet, the older one's time is over first, and who made it must know of the other by
+        then, however much later that was made.
+        """
+        for active in list(self._calls.values()):
+            if not active.has_told and peer in active.awaited_peers(self._predecessor):
+                self._tell_waits(active)
 
     def _peer_leaves(self, peer: int) -> None:
         num_completed = self._completed_by[peer]
@@ -407,7 +423,10 @@ class Engine:
         key = (active.call.stream, active.number & NUMBER_MASK)
         self._calls[key] = active
         active.awaited = self._early_waits.take(key)
-        active.timer = self._clock.call_later(active.call.timeout_s / 2, self._half_time, active)
+        if self._early_waits.is_any:  # some ranks wait in another call: see _answer_wait
+            active.timer = self._clock.call_later(active.call.timeout_s * SOON, self._tell_soon, active)
+        else:
+            active.timer = self._clock.call_later(active.call.timeout_s / 2, self._half_time, active)
         if self._fabric.stalls.stalled:
             self._look_for_stalls()
         if self._world_size > 1:
@@ -446,10 +465,18 @@ class Engine:
         text, accused = failures.disagreement(texts, self._fabric.describe_peer, place)
         self._fail(Failure(reason=failures.MISMATCH, text=text, rank=accused[0], accused=accused, host=""))
 
-    def _half_time(self, active: ActiveCall) -> None:
+    def _tell_waits(self, active: ActiveCall) -> None:
         """Tell everyone whom this rank waits for, so that each can name the culprit when time is over."""
+        active.has_told = True
         peers = active.awaited_peers(self._predecessor)
         self._tell_all(control.encode_waiting(active.call.stream, active.number, peers, active.call.what))
+
+    def _tell_soon(self, active: ActiveCall) -> None:
+        self._tell_waits(active)
+        active.timer = self._clock.call_later(active.call.timeout_s * (1 / 2 - SOON), self._half_time, active)
+
+    def _half_time(self, active: ActiveCall) -> None:
+        self._tell_waits(active)
         due_s = self._clock.time() + active.call.timeout_s / 2
         active.timer = self._clock.call_later(active.call.timeout_s / 2, self._time_over, active, due_s)
 
@@ -498,8 +525,9 @@ class Engine:
         self, call: Call, culprits: Mapping[int, list[int]], waiting: Sequence[int], *, since_s: float
     ) -> None:
         """End all calls, as ``call``, in which ``waiting`` ranks wait, was not done; ``culprits`` have who waits."""
-        elsewhere = {peer: self._early_waits.calls_of(peer) for peer in culprits}
-        for peer in culprits.keys() & self._beside.keys():
+        others = set(range(self._world_size)) - {*waiting} | culprits.keys()
+        elsewhere = {peer: self._early_waits.calls_of(peer) for peer in others}
+        for peer in others & self._beside.keys():
             elsewhere[peer].append(self._beside[peer][1])
         sentences = []
         for peer, waiters in sorted(culprits.items()):

@@ -70,6 +70,11 @@ class EarlyWaits:
             self._quota.release(peer, _cost_of_early(awaited, what))
         return {peer: awaited for peer, (awaited, _) in said.items()}
 
+    @property
+    def is_any(self) -> bool:
+        """Whether any rank waits in a call that this one has not made."""
+        return bool(self._said)
+
     def calls_of(self, peer: int) -> list[str]:
         """Return the calls in which ``peer`` waits and which this rank has not made."""
         return [said[peer][1] for said in self._said.values() if peer in said]
