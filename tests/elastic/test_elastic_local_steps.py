@@ -29,12 +29,13 @@ RULES = {
     "each step": {"period": 2, "fragments": 2, "bucket_bytes": 32},
     "momentum": {"period": 3, "fragments": 2, "outer": syncline.Nesterov()},
     "chosen": {"period": "auto", "bucket_bytes": 32},
+    "own pace": {"period": 3, "pace": "own", "bucket_bytes": 32},
 }
 
 
 @pytest.fixture(autouse=True)
 def _other_periods(monkeypatch):
-    """Let a period that ranks choose be another one after each."""
+    """Let a period that ranks choose be another one after each, and paces be measured over few steps."""
 
     def judge(self, held_up):
         assert 0.0 <= held_up <= 1.0
@@ -42,6 +43,7 @@ def _other_periods(monkeypatch):
         return True
 
     monkeypatch.setattr(AutomaticPeriod, "judge", judge)
+    monkeypatch.setattr("syncline.schedule.period.LEAST_STEPS", 4)
 
 
 class Tally(nn.Module):

@@ -99,6 +99,7 @@ def test_a_newcomer_whose_training_is_not_elastic_is_told_so(job: str) -> None:
         (syncline.Clustered(clusters=[[0]]), r"Clustered\(clusters=\) names ranks, and newcomers are none of them"),
         (syncline.Clustered(averages=False), r"Clustered\(averages=False\) never makes parameters equal"),
         (syncline.LocalSteps(parties=1), r"LocalSteps\(parties=\) names parts of its"),
+        (syncline.LocalSteps(pace={"h0": 1.0}), r"LocalSteps\(pace=\) gives the speeds of hosts"),
         (syncline.Overlapped(quorum=1), r"Overlapped\(quorum=, servers=\) says how many ranks do what"),
     ],
 )

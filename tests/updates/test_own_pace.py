@@ -202,8 +202,11 @@ def test_training_goes_on_from_a_checkpoint_with_given_speeds(tmp_path: Path) ->
 def test_a_pace_that_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"overlap=False, which waits; give the speed of each host"):
         LocalSteps(pace="own", overlap=False)
-    with pytest.raises(ConfigurationError, match="pace"):
-        LocalSteps(pace={"a0": 0.0})
+    for pace in ({}, {"a0": 0.0}, "fast"):
+        with pytest.raises(ConfigurationError, match="pace"):
+            LocalSteps(pace=pace)
+    given = {"a0": 1.0, "b0": 0.5}, {"b0": 0.5, "a0": 1.0}
+    assert len({repr(LocalSteps(pace=pace)) for pace in given}) == 1, "ranks compare rules as texts"
 
     def body(fleet):
         with pytest.raises(

@@ -149,6 +149,8 @@ class Installation:
             return "Sharded(portions=, replicate=) names parts of its topology, and newcomers may be in none of them"
         if isinstance(rule, updates.LocalSteps) and rule.parties not in (None, "host", "auto"):
             return "LocalSteps(parties=) names parts of its topology, and newcomers may be in none of them"
+        if isinstance(rule, updates.LocalSteps) and not isinstance(rule.pace, str):
+            return "LocalSteps(pace=) gives the speeds of hosts, and newcomers may come on others"
         return ""
 
     def synchronize(self) -> None:

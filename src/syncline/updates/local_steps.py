@@ -86,11 +86,12 @@ class LocalSteps(WholeRule):
                 'LocalSteps: period="auto" is the shortest that links carry while ranks compute, so it goes neither '
                 "with outer, which wants long periods, nor with overlap=False, which waits; give a number of steps"
             )
-
         if not self.pace:
             raise ConfigurationError(
                 f"LocalSteps: pace must give the speed of each host, as {{'h0': 1.0}}, not {self.pace}"
             )
+        if not isinstance(self.pace, str):  # ranks compare rules as texts
+            object.__setattr__(self, "pace", dict(sorted(self.pace.items())))
         if self.pace == "own" and not self.overlap:
             raise ConfigurationError(
                 'LocalSteps: pace="own" measures how long steps take while rounds pass under them, so it does not go '

@@ -350,7 +350,7 @@ class LocalStepsUpdater(WholeUpdater):
 
         Not while a rank ends, as it follows rounds and makes no steps.
         """
-        if not self._is_free or self._next_round % len(self._fragments) or bool(told[:, 0].any()):
+        if not self._period.is_found or self._next_round % len(self._fragments) or bool(told[:, 0].any()):
             return
         _, _, held_up_s, taken_s, num_steps = told[:, :_NUM_TOLD].T.tolist()
         if not self._period.judge(held_up_s=held_up_s, taken_s=taken_s, num_steps=num_steps, party=self._told_party):
