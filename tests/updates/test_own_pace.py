@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from syncline.errors import ConfigurationError
+from syncline.pytorch import rule_watch
 from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
 from syncline.pytorch.distribute import distribute
 from syncline.topology import Topology
@@ -124,6 +125,26 @@ def test_measured_steps_say_how_many_each_party_makes(
     results = run_fleets(Topology.parse(TWO_SITES), lambda fleet: train(fleet, 60, period=16, pace="own"))
     assert [counters.period for *_, counters in results] == periods
     assert all(counts == results[0][1] for _, counts, _ in results)
+
+
+@pytest.mark.parametrize(("slow_s", "num_lines"), [(0.2, 1), (0.11, 0)])
+def test_the_first_minute_names_a_party_that_holds_the_others_up(
+    slow_s: float, num_lines: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    measured(monkeypatch, [0.1, 0.1, 0.1, slow_s])
+
+    def body(fleet):
+        model, optimizer = begin(fleet, period=8)
+        for number in range(24):
+            if number == 20 and fleet.rank == 0:  # who speaks
+                monkeypatch.setattr(rule_watch, "FIRST_S", 0.0)
+            step(model, optimizer, fleet.rank)
+        optimizer.end_period()
+
+    run_fleets(Topology.parse(TWO_SITES), body)
+    said = "the party of b0, b1 computes at 50% of the fastest one's speed, and all make as many steps; by prediction "
+    said += 'LocalSteps(pace="own") takes 1.5 times as many samples in the same time'
+    assert capfd.readouterr().err.count(said) == num_lines
 
 
 def test_a_party_whose_steps_become_slow_makes_fewer_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:

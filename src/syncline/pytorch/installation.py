@@ -139,7 +139,7 @@ class Installation:
         rule = self.rule
         if self.elastic is None:
             return "a training of it is not elastic"
-        if isinstance(rule, updates.Clustered) and (why := rule.why_no_newcomers):
+        if isinstance(rule, updates.Clustered | updates.LocalSteps) and (why := rule.why_no_newcomers):
             return why
         if isinstance(rule, updates.Overlapped) and (rule.quorum is not None or rule.servers != "shared"):
             return "Overlapped(quorum=, servers=) says how many ranks do what, and newcomers change that"
@@ -147,10 +147,6 @@ class Installation:
             isinstance(rule.portions, str | float | int) and rule.replicate in {None, "host", "auto"}
         ):
             return "Sharded(portions=, replicate=) names parts of its topology, and newcomers may be in none of them"
-        if isinstance(rule, updates.LocalSteps) and rule.parties not in (None, "host", "auto"):
-            return "LocalSteps(parties=) names parts of its topology, and newcomers may be in none of them"
-        if isinstance(rule, updates.LocalSteps) and not isinstance(rule.pace, str):
-            return "LocalSteps(pace=) gives the speeds of hosts, and newcomers may come on others"
         return ""
 
     def synchronize(self) -> None:

@@ -2,13 +2,15 @@
 
 Where links hold up steps of ``AllReduce`` or ``Sharded``, codes or local steps send less. Where they are fast, a rule
 that trades exactness for time gives it away for nothing. Computing and waiting are rank 0's own, as measured in that
-minute; what links need is the bound for all parameters on the topology, so that only what differs clearly is said.
+minute; what links need is the bound for all parameters on the topology, so that only what differs clearly is said. Of
+``LocalSteps`` all ranks tell how fast they compute, so a party that holds the others up is named.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 
 from syncline.pytorch.installation import Installation
 from syncline.schedule import Collective, CostModel, lower_bound
@@ -16,8 +18,9 @@ from syncline.schedule.period import USUAL, shortest_period
 from syncline.tensors.codec import Codec
 from syncline.topology import Topology
 from syncline.units import format_duration
-from syncline.updates import AllReduce, Sharded, UpdateRule
+from syncline.updates import AllReduce, LocalSteps, Sharded, UpdateRule
 from syncline.updates.compression import choose_sites, time_with_codes_s
+from syncline.updates.local_steps_updater import LocalStepsUpdater
 
 FIRST_S = 60.0
 MATTERS = 0.3
@@ -38,7 +41,7 @@ class RuleWatch:
     def end_step(self) -> None:
         """Take note of a step; after the first minute, say what there is to say."""
         training, fleet = self._installation.training, self._installation.fleet
-        if self._is_over or training is None or fleet.rank != 0 or not fleet.topology.has_rates:
+        if self._is_over or training is None or fleet.rank != 0:
             return
         now_s, iteration = time.monotonic(), training.updater.iteration
         if self._began is None:
@@ -47,12 +50,31 @@ class RuleWatch:
         if now_s - began_s < FIRST_S or iteration == first:
             return
         self._is_over = True
-        num_bytes = sum(each.nbytes for each in training.model.parameters() if each.requires_grad)
-        step_s = (now_s - began_s) / (iteration - first)
-        waited_s = (sum(fleet.statistics().waited_s.values()) - waited_before_s) / (iteration - first)
-        if told := other_rule(self._installation.rule, fleet.topology, num_bytes, step_s, min(waited_s, step_s)):
+        rule, updater, told = self._installation.rule, training.updater, ""
+        if isinstance(updater, LocalStepsUpdater) and isinstance(rule, LocalSteps) and rule.pace == "equal":
+            told = own_pace(updater.party_speeds, updater.parties, fleet.topology)
+        if not told and fleet.topology.has_rates:
+            num_bytes = sum(each.nbytes for each in training.model.parameters() if each.requires_grad)
+            step_s = (now_s - began_s) / (iteration - first)
+            waited_s = (sum(fleet.statistics().waited_s.values()) - waited_before_s) / (iteration - first)
+            told = other_rule(rule, fleet.topology, num_bytes, step_s, min(waited_s, step_s))
+        if told:
             fleet.trace.instant(told, "lookout")
             print(f"syncline: {told}", file=sys.stderr, flush=True)
+
+
+def own_pace(speeds: Sequence[float], parties: Sequence[Sequence[int]], topology: Topology) -> str:
+    """Say which party holds the others up where all make as many steps, and what their own pace would bring; or ""."""
+    slowest = min(range(len(speeds)), key=lambda party: speeds[party], default=0)
+    if not speeds or speeds[slowest] > LESS:
+        return ""
+    weights = [len(ranks) for ranks in parties]
+    ratio = sum(weight * speed for weight, speed in zip(weights, speeds, strict=True)) / sum(weights) / speeds[slowest]
+    hosts = dict.fromkeys(topology.host_of(rank).name for rank in parties[slowest])
+    return (
+        f"the party of {', '.join(hosts)} computes at {speeds[slowest]:.0%} of the fastest one's speed, and all make "
+        f'as many steps; by prediction LocalSteps(pace="own") takes {ratio:.1f} times as many samples in the same time'
+    )
 
 
 def other_rule(rule: UpdateRule, topology: Topology, num_bytes: int, step_s: float, waited_s: float) -> str:

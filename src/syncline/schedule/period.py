@@ -47,6 +47,21 @@ def own_steps(period: int, speed: float) -> int:
     return period if speed >= ALIKE else max(1, round(period * speed))
 
 
+def measured_speeds(held_up_s: Sequence[float], taken_s: Sequence[float], num_steps: Sequence[float]) -> list[float]:
+    """Return how fast each rank computes, as parts of the fastest; nothing if they have made too few steps to tell.
+
+    ``held_up_s``: for how long rounds held each up, in ``taken_s``, in which it made ``num_steps``.
+
+    >>> measured_speeds([0.0, 0.0], [1.5, 3.0], [16, 16])
+    [1.0, 0.5]
+    """
+    if max(num_steps) < LEAST_STEPS // 2 or min(num_steps) <= 0:
+        return []
+    each = zip(held_up_s, taken_s, num_steps, strict=True)
+    step_s = [max(_SHORTEST_S, whole_s - held_s) / steps for held_s, whole_s, steps in each]
+    return [min(step_s) / own_s for own_s in step_s]
+
+
 def common_fragments(most: int, fewest_steps: int) -> int:
     """Return in how many fragments parties exchange of which one makes no more steps: a power of two, or the most.
 
@@ -159,13 +174,12 @@ class PartyPeriod:
         Of each rank, since the last judgement: for how long rounds held it up, in what time, and its steps. ``party``:
         the ranks of this one's, which are as fast as the slowest of them.
         """
-        ranks = list(zip(held_up_s, taken_s, num_steps, strict=True))
         if self._automatic is not None:
-            if not self._automatic.judge(held_up=min(held_s / whole_s for held_s, whole_s, _ in ranks)):
+            held_up = min(held_s / whole_s for held_s, whole_s in zip(held_up_s, taken_s, strict=True))
+            if not self._automatic.judge(held_up=held_up):
                 return False
         elif not self._is_measured or max(num_steps) < LEAST_STEPS // 2:
             return False
-        if self._is_measured and max(num_steps) >= LEAST_STEPS // 2 and min(num_steps) > 0:
-            step_s = [max(_SHORTEST_S, whole_s - held_s) / steps for held_s, whole_s, steps in ranks]
-            self._speeds = min(step_s) / max(step_s[rank] for rank in party), min(step_s) / max(step_s)
+        if self._is_measured and (speeds := measured_speeds(held_up_s, taken_s, num_steps)):
+            self._speeds = min(speeds[rank] for rank in party), min(speeds)
         return True

@@ -98,6 +98,17 @@ class LocalSteps(WholeRule):
                 "with overlap=False, which waits; give the speed of each host, as pace={'h0': 1.0, 'h1': 0.5}"
             )
 
+    @property
+    def why_no_newcomers(self) -> str:
+        """Why nobody can come into a job with it; empty if ranks can."""
+        if self.parties not in (None, "host", "auto"):
+            return "LocalSteps(parties=) names parts of its topology, and newcomers may be in none of them"
+        return (
+            ""
+            if isinstance(self.pace, str)
+            else "LocalSteps(pace=) gives the speeds of hosts, and newcomers may come on others"
+        )
+
     def start(self, setting: Setting) -> LocalStepsUpdater:
         """Begin to work on a model; every rank calls it, on the training thread."""
         compress(setting, self.compress)

@@ -35,7 +35,7 @@ from syncline.arguments import Bounds, check_fields
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
 from syncline.schedule import Collective
-from syncline.schedule.period import USUAL, PartyPeriod
+from syncline.schedule.period import USUAL, PartyPeriod, measured_speeds
 from syncline.schedule.replicas import Replicate, find_parties
 from syncline.updates.allreduce import AllReduceUpdater
 from syncline.updates.bucket import Bucket, BucketPlan, Slot
@@ -218,6 +218,8 @@ class LocalStepsUpdater(WholeUpdater):
         """After which rounds are counted with the period that there is now."""
         self._began_s, self._held_up_s, self._began_step = time.monotonic(), 0.0, 0
         """When the period began to be judged, for how long rounds have held up steps since, and after which step."""
+        self._last_told: torch.Tensor = torch.empty(0, _NUM_TOLD)
+        """What ranks have told in the last round that was merged."""
         self._told_party: Sequence[int] = self._ranks
         """This party, as ranks were numbered when the round under way began."""
         self._counts = LocalStepsStatistics(
@@ -293,6 +295,14 @@ class LocalStepsUpdater(WholeUpdater):
         super().go_on_from(iteration)
         self._first_step = iteration if self._is_free else 0
         self._next_round, self._num_ahead = self._num_sends(iteration), 0
+
+    @property
+    def party_speeds(self) -> list[float]:
+        """How fast each party computes, as parts of the fastest; empty if that is not known, or ranks were lost."""
+        if len(self._last_told) != sum(map(len, self.parties)):
+            return []
+        speeds = measured_speeds(*self._last_told[:, 2:_NUM_TOLD].T.tolist())
+        return [min(speeds[rank] for rank in ranks) for ranks in self.parties] if speeds else []
 
     def statistics(self) -> LocalStepsStatistics:
         """Return what was sent and waited for on this rank."""
@@ -464,9 +474,9 @@ class LocalStepsUpdater(WholeUpdater):
                 now.add_(new - move.values)
             move.start.copy_(new)
         self._note_merged(flight)
-        told = flight.wait_told()
-        self._judge(told)
-        return told
+        self._last_told = flight.wait_told()
+        self._judge(self._last_told)
+        return self._last_told
 
     def _note_merged(self, flight: Round) -> None:
         """Take note of a round that was merged."""
