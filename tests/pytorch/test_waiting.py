@@ -99,6 +99,25 @@ def test_what_has_no_value_does_not_wait() -> None:
     assert recorder.waited == []
 
 
+def test_who_is_interrupted_while_parameters_are_given_back_gives_them_back_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorder = Recorder()
+    join = threading.Thread.join
+
+    def interrupted(thread: threading.Thread) -> None:
+        join(thread)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        recorder.waiting.release()
+    recorder.waiting.release()
+    assert [type(parameter) for parameter in recorder.model.parameters()] == [nn.Parameter] * 2
+    assert all(torch.equal(parameter, torch.ones(2, 2)) for parameter in recorder.model.parameters())
+
+
 def test_a_subclass_of_the_users_is_itself_again() -> None:
     class Named(nn.Parameter):
         pass

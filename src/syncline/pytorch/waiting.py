@@ -109,7 +109,7 @@ class WaitingParameters:
             self.release(wanted)
 
     def release(self, buckets: Iterable[int] | None = None) -> None:
-        """Give parameters their own class back, without a wait."""
+        """Give parameters their own class back, without a wait; again where it was interrupted."""
         wanted = range(len(self._members)) if buckets is None else buckets
         with _lock:
             tensors = [tensor for index in wanted for tensor, _ in self._members[index] if id(tensor) in _waiting]
@@ -119,11 +119,13 @@ class WaitingParameters:
             thread.start()
             thread.join()
             for tensor in tensors:
-                _set_class(tensor, type(tensor).__mro__[2])
+                if issubclass(type(tensor), _Waiting):
+                    _set_class(tensor, type(tensor).__mro__[2])
                 del _waiting[id(tensor)]
 
     def _give_back(self, tensors: Iterable[torch.Tensor]) -> None:
-        replace_data((tensor, self._data.pop(id(tensor))) for tensor in tensors)
+        kept = ((tensor, self._data.pop(id(tensor), None)) for tensor in tensors)
+        replace_data((tensor, data) for tensor, data in kept if data is not None)
 
 
 _set_class: Callable[[Any, type], None] = object.__dict__["__class__"].__set__
