@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,20 @@ def test_where_what_was_found_is_kept() -> None:
     assert discovery_folder({"HOME": "/home/a"}) == Path("/home/a/.cache/syncline/networks")
     assert discovery_folder({"HOME": "/home/a", "XDG_CACHE_HOME": "/c"}) == Path("/c/syncline/networks")
     assert discovery_folder({}) is None
+
+
+@pytest.mark.parametrize(("round_trip_s", "flows_s"), [(0.0, list(discovery.FLOW_S)), (0.1, [discovery.FLOW_S[0]])])
+def test_a_tree_in_doubt_is_measured_with_longer_flows_unless_round_trips_make_them_long(
+    round_trip_s: float, flows_s: list[float]
+) -> None:
+    true = Topology.load("two-racks-5-3")
+    network = EmulatedNetwork(true, noise=0.6, seed=1)
+    asked = []
+
+    def measuring(flow_s: float) -> Any:
+        asked.append(flow_s)
+        return network.measure
+
+    trips = dict.fromkeys(permutations(range(8), 2), round_trip_s)
+    discovery._lead(network.flat, measuring, lambda: trips, None, None)
+    assert asked == flows_s

@@ -25,7 +25,7 @@ import numpy as np
 from syncline.discovery.following import changed_rates, crossed_links
 from syncline.discovery.kept import keep, recall
 from syncline.discovery.latencies import with_latencies
-from syncline.discovery.probe import ROUND_S, Prober
+from syncline.discovery.probe import NUM_ROUND_TRIPS, ROUND_S, Prober
 from syncline.discovery.tree_search import (
     DOUBT,
     FittedTree,
@@ -52,7 +52,7 @@ NUM_LOOKS = 4
 SAME_PART = 1 / 3
 """It is, while most flows differ by less than this part."""
 FLOW_S = (0.035, 0.15)
-"""How long flows send; longer only where the first tree was in doubt."""
+"""How long flows send; longer only where the first tree was in doubt, and round trips do not make them longer still."""
 AGAIN_S = (0.06, 0.2)
 """While a job trains, flows of pairs send so long, and flows that fill links: what is a third off is to be seen."""
 DISCOVERY_S = 240.0
@@ -158,7 +158,7 @@ def _lead(
         trees = []
         for flow_s in FLOW_S:
             trees.append(find_tree(len(flat.hosts), measuring(flow_s)))
-            if trees[-1].error <= DOUBT:
+            if trees[-1].error <= DOUBT or NUM_ROUND_TRIPS * max(trips.values(), default=0.0) > FLOW_S[-1]:
                 break
         tree = min(trees, key=lambda each: each.error)
     except TimeoutError:
