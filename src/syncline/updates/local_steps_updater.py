@@ -172,6 +172,8 @@ class LocalStepsUpdater(WholeUpdater):
     is_synchronous = False
     shares_buffers = True
     keeps_own_state = True
+    _last_told: torch.Tensor | None = None
+    """What ranks have told in the last round that was merged."""
 
     def __init__(
         self,
@@ -218,8 +220,6 @@ class LocalStepsUpdater(WholeUpdater):
         """After which rounds are counted with the period that there is now."""
         self._began_s, self._held_up_s, self._began_step = time.monotonic(), 0.0, 0
         """When the period began to be judged, for how long rounds have held up steps since, and after which step."""
-        self._last_told: torch.Tensor = torch.empty(0, _NUM_TOLD)
-        """What ranks have told in the last round that was merged."""
         self._told_party: Sequence[int] = self._ranks
         """This party, as ranks were numbered when the round under way began."""
         self._counts = LocalStepsStatistics(
@@ -299,7 +299,7 @@ class LocalStepsUpdater(WholeUpdater):
     @property
     def party_speeds(self) -> list[float]:
         """How fast each party computes, as parts of the fastest; empty if that is not known, or ranks were lost."""
-        if len(self._last_told) != sum(map(len, self.parties)):
+        if self._last_told is None or len(self._last_told) != sum(map(len, self.parties)):
             return []
         speeds = measured_speeds(*self._last_told[:, 2:_NUM_TOLD].T.tolist())
         return [min(speeds[rank] for rank in ranks) for ranks in self.parties] if speeds else []
@@ -474,9 +474,9 @@ class LocalStepsUpdater(WholeUpdater):
                 now.add_(new - move.values)
             move.start.copy_(new)
         self._note_merged(flight)
-        self._last_told = flight.wait_told()
-        self._judge(self._last_told)
-        return self._last_told
+        self._last_told = told = flight.wait_told()
+        self._judge(told)
+        return told
 
     def _note_merged(self, flight: Round) -> None:
         """Take note of a round that was merged."""
