@@ -255,6 +255,8 @@ class PairDriver(Driver):
         if is_for_partner and current is not None:
             job.wait_beside([self._setting.partner], f"the {self._phases.current_phase}, step {current.step}")
         is_over = self._wait_for(can_go_on, self._timeout_s / 2)
+        if not is_over and self._awaited() == ["update"]:  # its sum may have begun late, and names who does not come
+            is_over = self._wait_for(can_go_on, self._timeout_s)
         if is_for_partner and is_over and self._failure is None:  # else others are to know, who fail as well
             job.wait_beside([], "")
         return is_over
@@ -294,7 +296,7 @@ class PairDriver(Driver):
                 rank=self._left.rank,
                 host=self._left.host,
             )
-        limit = f"within {self._timeout_s:g} s"
+        limit = f"within {self._timeout_s * (2 if reasons == ['update'] else 1):g} s"
         if self._num_unsent >= MAX_UNSENT:
             return self._unsent_error()
         if "input" in reasons or self._next is not None:
