@@ -93,7 +93,7 @@ def test_every_edit_of_a_manifest_is_refused_or_changes_nothing(saved: tuple[Pat
     choose = random.Random(0)
     num_refused = num_edits = 0
     for path in leaves(content):
-        for value in choose.sample(REPLACEMENTS, 4):
+        for value in choose.sample(REPLACEMENTS, 2):
             write_manifest(folder, edited(content, path, value))
             try:
                 num_refused += check_loads_the_same_or_is_refused(folder, expected, is_free=bool(FREE & set(path)))
@@ -101,7 +101,7 @@ def test_every_edit_of_a_manifest_is_refused_or_changes_nothing(saved: tuple[Pat
                 error.add_note(f"{path} was made {value!r}")
                 raise
             num_edits += 1
-    assert num_edits > 800
+    assert num_edits > 400
     assert num_refused > num_edits / 2
 
 

@@ -60,7 +60,7 @@ def check_against_oracle(make, topology, schedule, layout, dtype, seed, *, alike
 
 
 @pytest.mark.parametrize("collective", list(Collective))
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_tree_schedules_on_random_trees(anywhere, collective, seed):
     topology = random_topology(seed)
     target = "rank_order" if seed % 2 and collective is not Collective.BROADCAST else "balanced"
@@ -72,7 +72,7 @@ def test_tree_schedules_on_random_trees(anywhere, collective, seed):
 
 
 @pytest.mark.parametrize("planner", PLANNERS.values(), ids=lambda planner: planner.name)
-@pytest.mark.parametrize("seed", range(200, 205))
+@pytest.mark.parametrize("seed", range(200, 203))
 def test_every_planner_on_random_trees(anywhere, planner, seed):
     topology = random_topology(seed)
     for number, collective in enumerate(sorted(planner.collectives)):
@@ -82,7 +82,7 @@ def test_every_planner_on_random_trees(anywhere, planner, seed):
 
 
 @pytest.mark.parametrize("part", [0, 1])
-@pytest.mark.parametrize("seed", range(300, 306))
+@pytest.mark.parametrize("seed", range(300, 303))
 def test_parts_of_an_all_reduce_with_replicas(anywhere, part, seed):
     topology = random_topology(seed)
     replicas = find_replicas(topology, 1 + seed % 2)

@@ -14,7 +14,7 @@ SIZE = 64 << 20
 SYMMETRIC = [(rate, rate) for rate in (10e6, 20e6, 40e6)]
 
 
-@effort(max_examples=40)
+@effort(max_examples=20)
 @given(trees(max_ranks=16), st.sampled_from(sorted(Collective)), st.sampled_from(["balanced", "rank_order"]), st.data())
 @example(star(SYMMETRIC), Collective.REDUCE_SCATTER, "balanced", None)
 def test_no_planner_is_predicted_below_the_bound(topology, collective, target, data):

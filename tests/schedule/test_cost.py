@@ -85,7 +85,7 @@ def test_nothing_to_do_takes_no_time():
         assert (prediction.time_s, prediction.num_slices) == (0.0, 1)
 
 
-@effort(max_examples=30)
+@effort(max_examples=15)
 @given(trees(max_ranks=12), st.sampled_from(sorted(Collective)), st.integers(1, 20))
 def test_link_s_are_link_bytes_over_rates(topology, collective, num_slices):
     schedule = plan_tree(topology, collective)
@@ -98,7 +98,7 @@ def test_link_s_are_link_bytes_over_rates(topology, collective, num_slices):
     assert prediction.time_s >= max(prediction.link_s.values(), default=0.0) * (1 - 1e-9)
 
 
-@effort(max_examples=30)
+@effort(max_examples=15)
 @given(trees(max_ranks=10), st.sampled_from(sorted(Collective)))
 def test_link_bytes_are_the_sums_along_the_routes(topology, collective):
     schedule = plan_tree(topology, collective)

@@ -42,7 +42,7 @@ def owners_of(schedule):
 
 @pytest.mark.parametrize("collective", BOUND)
 @pytest.mark.parametrize("planner", ABLE, ids=lambda planner: planner.name)
-@effort(max_examples=25)
+@effort(max_examples=13)
 @given(topology=trees_with_gateways())
 def test_ranks_behind_a_gateway_own_nothing_and_stay_inside_their_host(planner, collective, topology):
     schedule = planner.plan(topology, collective)  # proved

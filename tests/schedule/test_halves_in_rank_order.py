@@ -26,7 +26,7 @@ def share_of_bound(schedule, topology):
     return max(link_s(schedule, topology).values()) / bound
 
 
-@effort(max_examples=60)
+@effort(max_examples=30)
 @given(
     trees(max_ranks=14, link=links(st.integers(1, 1000).map(lambda rate: rate * 1e6))).filter(
         lambda t: t.num_ranks > 1

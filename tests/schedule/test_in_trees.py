@@ -22,7 +22,7 @@ def trees_with_owners(draw):
     return topology, [*runs, (draw(ranks), 1)]
 
 
-@effort(max_examples=60)
+@effort(max_examples=30)
 @given(trees_with_owners(), st.sampled_from(STEP), st.integers(1, 100))
 def test_owners_in_any_order_are_met_exactly_and_nothing_is_sent_twice(case, collective, num_atoms):
     topology, owners = case

@@ -48,7 +48,7 @@ def test_many_ranks_do_not_make_endless_slices():
     assert covered(layout)[0][0] == 0
 
 
-@effort(max_examples=30)
+@effort(max_examples=15)
 @given(trees(max_ranks=10), st.integers(0, 300), st.integers(25, 100), st.booleans())
 def test_slices_cover_the_buffer_once(topology, num_elements, slice_elements, contiguous):
     schedule = plan_tree(topology, Collective.REDUCE_SCATTER)
@@ -65,7 +65,7 @@ def test_slices_cover_the_buffer_once(topology, num_elements, slice_elements, co
     reference.check(schedule, layout)
 
 
-@effort(max_examples=40)
+@effort(max_examples=20)
 @given(
     trees(max_ranks=8),
     st.sampled_from([Collective.REDUCE_SCATTER, Collective.ALL_GATHER]),

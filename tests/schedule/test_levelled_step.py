@@ -25,7 +25,7 @@ SIDES = random.Random(7)
 UNEVEN = balanced_tree([[1] * SIDES.randint(3, 12) for _ in range(16)])
 
 
-@effort(max_examples=40)
+@effort(max_examples=20)
 @given(trees(max_ranks=16), st.sampled_from([1.0, 1.25, 3.0]), st.sampled_from([1, 4]))
 def test_steps_of_random_trees_keep_their_promises_and_limits(topology, cap, atoms_per_child):
     most = [min(1.0, cap / topology.num_ranks)] * topology.num_ranks

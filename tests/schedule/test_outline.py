@@ -69,7 +69,7 @@ def check_pieces(outline, draft):
         assert ways[0] == ways[1]
 
 
-@effort(max_examples=30)
+@effort(max_examples=15)
 @given(trees(max_ranks=16), st.sampled_from([1.0, 1.25, 3.0, 16.0]), st.sampled_from([1, 4]), st.integers(0, 99))
 def test_steps_of_random_trees_are_in_outline_what_they_are_drawn(topology, cap, atoms_per_child, seed):
     topology = with_latencies(topology, seed)
@@ -81,7 +81,7 @@ def test_steps_of_random_trees_are_in_outline_what_they_are_drawn(topology, cap,
             check_pieces(outline, draft)
 
 
-@effort(max_examples=30)
+@effort(max_examples=15)
 @given(trees(max_ranks=16), st.sampled_from(SUMS), st.integers(0, 99))
 def test_trees_are_in_outline_what_they_are_drawn(topology, collective, seed):
     topology, draw = with_latencies(topology, seed), random.Random(seed)

@@ -15,7 +15,7 @@ PAIRS = [(planner, collective) for planner in PLANNERS.values() for collective i
 
 
 @pytest.mark.parametrize(("planner", "collective"), PAIRS, ids=lambda value: getattr(value, "name", value))
-@effort(max_examples=20)
+@effort(max_examples=10)
 @given(trees(), SIZES, st.sampled_from(["balanced", "rank_order"]), st.integers(15, 100), st.data())
 @example(Topology.flat(1), 5, "balanced", 3, None)
 @example(balanced_tree([2, 3]), 7, "rank_order", 4, None)
@@ -50,7 +50,7 @@ def test_planner_refuses_a_collective_that_it_does_not_know():
         PLANNERS["binomial"].plan(Topology.flat(3), Collective.ALL_REDUCE)
 
 
-@effort(max_examples=20)
+@effort(max_examples=10)
 @given(trees(), st.sampled_from(sorted(Collective)), st.sampled_from([1, 1000, 10**6, 10**8]))
 def test_choice_is_the_fastest_by_prediction(topology, collective, num_bytes):
     chosen = predict(choose(topology, collective, num_bytes), topology, num_bytes).time_s
@@ -77,7 +77,7 @@ def test_every_process_plans_the_same():
 @pytest.mark.parametrize(
     "name", [name for name, planner in PLANNERS.items() if Collective.ALL_REDUCE in planner.collectives]
 )
-@effort(max_examples=15)
+@effort(max_examples=10)
 @given(trees(max_ranks=13), st.integers(0, 2**32 - 1))
 def test_all_ranks_end_with_the_same_bits(name, topology, seed):
     schedule = PLANNERS[name].plan(topology, Collective.ALL_REDUCE)

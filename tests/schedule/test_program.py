@@ -26,7 +26,7 @@ def test_two_ranks():
     )
 
 
-@effort(max_examples=30)
+@effort(max_examples=15)
 @given(st.sampled_from(PAIRS), trees(max_ranks=12))
 def test_sends_and_receives_match_one_to_one(pair, topology):
     planner, collective = pair

@@ -37,7 +37,7 @@ def carried(schedule, topology, num_bytes):
     return {str(link): count for link, count in schedule.link_bytes(topology, num_bytes).items()}
 
 
-@effort(max_examples=60)
+@effort(max_examples=30)
 @given(trees(max_ranks=14), st.integers(0, 4), st.sampled_from([plan_tree, plan_weighted_tree]), st.integers(0, 700))
 def test_both_parts_of_random_trees_keep_their_promises(topology, level, plan, num_elements):
     depth = max(len(topology.path(rank)) for rank in range(topology.num_ranks))
@@ -196,7 +196,7 @@ def choice(topology):
     return choose_replicas(topology, 64 << 20).replicas
 
 
-@effort(max_examples=20)
+@effort(max_examples=10)
 @given(trees(max_ranks=10), st.sampled_from([1, 1.25, 3.0]))
 def test_steps_with_replicas_keep_the_cap_and_are_never_slower_where_chosen(topology, cap):
     plain = draft_replicas(topology, 64 << 20, levels_of(topology)[0], portions=cap)

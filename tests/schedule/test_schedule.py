@@ -55,7 +55,7 @@ def test_digest_is_the_same_in_another_process():
     assert other.stdout.strip() == PLANNERS["weighted_tree"].plan(topology, Collective.ALL_REDUCE).digest
 
 
-@effort(max_examples=30)
+@effort(max_examples=15)
 @given(trees(max_ranks=12))
 def test_all_reduce_splits_in_two_with_the_same_owners(topology):
     for planner in ("tree", "weighted_tree", "ring"):

@@ -50,13 +50,13 @@ def test_shipped_topologies_are_within_a_tenth_of_the_bound(name):
     assert 1 - 1e-6 <= over_bound(topology, [1.0] * topology.num_ranks) < 1.1
 
 
-@effort(max_examples=40)
+@effort(max_examples=20)
 @given(trees(max_ranks=16, max_degree=4))
 def test_random_trees_are_within_a_tenth_of_the_bound(topology):
     assert 1 - 1e-6 <= over_bound(topology, capped(topology)) < 1.1
 
 
-@effort(max_examples=12)
+@effort(max_examples=10)
 @given(trees(max_ranks=12, link=links(st.integers(1, 1000).map(lambda rate: rate * 1e6))))
 def test_the_bound_of_a_step_is_no_less_than_those_of_its_halves_and_no_plan_is_below_it(topology):
     bound = sharded_step_bound(topology, SIZE)
@@ -72,7 +72,7 @@ def _halves(prediction):
     return prediction.reduce_scatter, prediction.all_gather
 
 
-@effort(max_examples=20)
+@effort(max_examples=10)
 @given(trees(max_ranks=10), st.sampled_from([1, 1000, 10**6, 10**8]), st.integers(0, 200), st.integers(1, 50))
 def test_a_step_sums_and_gathers(topology, num_bytes, num_elements, slice_elements):
     step = plan_sharded_step(topology, num_bytes)
@@ -101,7 +101,7 @@ def test_a_cap_rises_where_equal_portions_would_cost_much():
     assert 0.42 < plan_sharded_step(topology, SIZE).shares[0] < 0.5
 
 
-@effort(max_examples=25)
+@effort(max_examples=13)
 @given(trees(max_ranks=14), st.sampled_from([1, 1.25, 2.0, 50.0]))
 def test_a_number_is_a_cap_that_holds_whatever_it_costs(topology, cap):
     step = plan_sharded_step(topology, SIZE, portions=cap)

@@ -47,14 +47,14 @@ def reduce_scatter_loads(topology):
     return loads
 
 
-@effort(max_examples=60)
+@effort(max_examples=30)
 @given(trees(max_ranks=30))
 def test_portions_are_one_over_the_degrees(topology):
     schedule = plan_tree(topology, Collective.REDUCE_SCATTER)
     assert [owned_share(schedule, rank) for rank in range(topology.num_ranks)] == portions(topology)
 
 
-@effort(max_examples=40)
+@effort(max_examples=20)
 @given(trees(max_ranks=30))
 def test_link_bytes_equal_the_formulas(topology):
     scatter, gather, both = (
@@ -69,7 +69,7 @@ def test_link_bytes_equal_the_formulas(topology):
     assert both.link_bytes(topology, size) == {link: loads[link] + swapped[link] for link in loads}
 
 
-@effort(max_examples=40)
+@effort(max_examples=20)
 @given(trees(max_ranks=30))
 def test_each_rank_sends_all_but_its_portion(topology):
     schedule = plan_tree(topology, Collective.REDUCE_SCATTER)

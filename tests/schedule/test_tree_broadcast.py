@@ -7,7 +7,7 @@ from syncline.schedule import Collective, plan_tree
 from syncline.topology import DirectedLink, Topology
 
 
-@effort(max_examples=60)
+@effort(max_examples=30)
 @given(trees(max_ranks=30), st.data())
 def test_each_link_carries_the_data_at_most_once(topology, data):
     root = data.draw(st.integers(0, topology.num_ranks - 1))

@@ -39,21 +39,21 @@ def refused(draft):
         verify(draft)
 
 
-@effort(max_examples=50)
+@effort(max_examples=25)
 @given(valid_drafts(), st.data())
 def test_dropped_transfer_is_refused(draft, data):
     rows, row = pick(draft, data)
     refused(with_rows(draft, rows[:row] + rows[row + 1 :]))
 
 
-@effort(max_examples=50)
+@effort(max_examples=25)
 @given(valid_drafts(), st.data())
 def test_duplicated_transfer_is_refused(draft, data):
     rows, row = pick(draft, data)
     refused(with_rows(draft, [*rows, rows[row]]))
 
 
-@effort(max_examples=50)
+@effort(max_examples=25)
 @given(valid_drafts(), st.data())
 def test_retargeted_transfer_is_refused(draft, data):
     # A contribution may reach the sum by a detour; what is gathered or broadcast reaches each rank once, or not at all.
@@ -65,7 +65,7 @@ def test_retargeted_transfer_is_refused(draft, data):
     refused(with_rows(draft, [*rows[:row], elsewhere, *rows[row + 1 :]]))
 
 
-@effort(max_examples=50)
+@effort(max_examples=25)
 @given(valid_drafts(), st.data())
 def test_flipped_kind_is_refused(draft, data):
     rows, row = pick(draft, data)
@@ -90,7 +90,7 @@ def mutated(rows, one, other, kind, value):
     return rows
 
 
-@effort(max_examples=150)
+@effort(max_examples=75)
 @given(valid_drafts(), st.sampled_from(MUTATIONS), st.integers(0, 8), st.data())
 def test_whatever_is_proved_after_a_mutation_is_still_right(draft, kind, value, data):
     rows, one = pick(draft, data)

@@ -24,7 +24,7 @@ def busiest(schedule, topology):
     return max(predict(schedule, topology, SIZE, cost=WIRE).link_s.values())
 
 
-@effort(max_examples=60)
+@effort(max_examples=30)
 @given(st.lists(RATES, min_size=2, max_size=8))
 def test_all_reduce_reaches_the_bound_of_one_parent(rates):
     topology = star([(rate, rate) for rate in rates])
@@ -35,7 +35,7 @@ def test_all_reduce_reaches_the_bound_of_one_parent(rates):
     assert bound * (1 - 1e-9) <= reached <= bound * (1 + 0.003)
 
 
-@effort(max_examples=40)
+@effort(max_examples=20)
 @given(trees(max_ranks=14, link=links(RATES)), st.randoms(use_true_random=False))
 def test_no_other_fractions_of_an_all_reduce_are_better(topology, random):
     best = plan_tree(topology, Collective.ALL_REDUCE, fractions=best_fractions(topology, Collective.ALL_REDUCE))
@@ -60,7 +60,7 @@ def test_levels_that_are_equally_slow_keep_an_all_reduce_above_the_bound():
     assert busiest(plan_weighted_tree(topology, Collective.ALL_REDUCE), topology) == pytest.approx(1.5 * SIZE / 1e6)
 
 
-@effort(max_examples=30)
+@effort(max_examples=15)
 @given(
     trees(max_ranks=16, link=links(RATES)),
     st.sampled_from(sorted(Collective)),
@@ -88,7 +88,7 @@ def direct_exchange_optimum(rates):
     return high
 
 
-@effort(max_examples=30)
+@effort(max_examples=15)
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=2, max_size=6))
 def test_reduce_scatter_and_all_gather_are_the_best_direct_exchange_of_one_parent(rates):
     for collective, seen in (

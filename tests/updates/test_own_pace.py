@@ -122,7 +122,7 @@ def test_measured_steps_say_how_many_each_party_makes(
     step_s: list[float], periods: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured(monkeypatch, step_s)
-    results = run_fleets(Topology.parse(TWO_SITES), lambda fleet: train(fleet, 60, period=16, pace="own"))
+    results = run_fleets(Topology.parse(TWO_SITES), lambda fleet: train(fleet, 40, period=16, pace="own"))
     assert [counters.period for *_, counters in results] == periods
     assert all(counts == results[0][1] for _, counts, _ in results)
 
