@@ -32,7 +32,7 @@ from advise_lab import slowed
 from torch.nn.parallel import DistributedDataParallel
 
 import syncline
-from syncline.bench.convergence import METHODS, REFERENCE, Learning, Method, find_network, load_trainings
+from syncline.bench.convergence import METHODS, NETWORKS, REFERENCE, Learning, Method, find_network, load_trainings
 from syncline.bench.ranks.learning import TASKS, LearningTask, make_rule
 from syncline.cli.convergence import StepPredictor
 from syncline.cli.launcher.scratch import shared_secret
@@ -42,8 +42,8 @@ from syncline.topology import Topology
 COMPUTE_S, FORWARD_PART, WAITED_PART = 0.1, 1 / 3, 0.9
 """A step computes; how much of it is the forward pass; how much of both is waited for, if passes take less."""
 EVERY = 4
-NETWORK = "two-sites"
 COMPARED = (REFERENCE, "Sharded", "Sharded int4", "LocalSteps, sites")
+OWN_PACE = "LocalSteps, own pace"
 BY_NAME = {method.name: method for method in METHODS}
 
 
@@ -82,11 +82,15 @@ def flat(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def run_rank(task_name: str, method: str, seed: int, num_steps: int, compute_s: float, folder: Path) -> None:
-    """Train as one rank of the lab, and write what it kept."""
+def run_rank(row: dict[str, Any], num_steps: int, folder: Path) -> None:
+    """Train as one rank of the lab, and write what it kept; at their own pace, slow ranks make fewer steps."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    task_name, method, seed = row["task"], row["method"], row["seed"]
     with syncline.init() as fleet:
+        speed = find_network(row["network"]).speeds[fleet.topology.host_of(fleet.rank).name]
+        compute_s = row["slowly"] * COMPUTE_S / speed
+        num_steps = int(num_steps * speed) if method == OWN_PACE else num_steps
         task = TASKS[task_name](fleet.rank, fleet.world_size, seed)
         kept = train(task, BY_NAME[method], num_steps, compute_s)
         torch.save(kept, folder / f"{fleet.rank}.pt")
@@ -96,24 +100,26 @@ def run_rank(task_name: str, method: str, seed: int, num_steps: int, compute_s: 
 
 @torch.no_grad()
 def judge(task_name: str, seed: int, ranks: list[Any]) -> list[tuple[float, int, float]]:
-    """Return, of every fourth step, the seconds since the beginning, the step, and the loss of the ranks' mean."""
+    """Return of every fourth step of the fastest the seconds until it, its number, and the loss of the ranks' mean."""
     task = TASKS[task_name](0, len(ranks), seed)
     sizes = [parameter.numel() for parameter in task.model.parameters()]
     begun_s = max(kept[0][0] for kept in ranks)
     curve = []
-    for index in range(1, len(ranks[0])):
-        mean = torch.stack([kept[index][1] for kept in ranks]).mean(0)
+    longest = max(map(len, ranks)) - 1
+    for index in range(1, longest + 1):
+        now = [kept[index * (len(kept) - 1) // longest] for kept in ranks]
+        mean = torch.stack([parameters for _, parameters in now]).mean(0)
         for parameter, values in zip(task.model.parameters(), torch.split(mean, sizes), strict=True):
             parameter.copy_(values.view_as(parameter))
         loss = float(task.loss(task.model, *task.held_out))
-        curve.append((max(kept[index][0] for kept in ranks) - begun_s, index * EVERY, loss))
+        curve.append((max(at_s for at_s, _ in now) - begun_s, index * EVERY, loss))
     return curve
 
 
 def run_whole(topology: Topology, row: dict[str, Any], num_steps: int) -> list[tuple[float, int, float]]:
     """Train in the lab; return what :func:`judge` does."""
     with tempfile.TemporaryDirectory(prefix="syncline-whole-") as name, shared_secret({}) as secret:
-        asked = [row["task"], row["method"], str(row["seed"]), str(num_steps), str(row["slowly"] * COMPUTE_S), name]
+        asked = [json.dumps(row), str(num_steps), name]
         command = [sys.executable, "-m", "syncline.cli.main", "run", __file__, "rank", *asked]
         if status := operations.run(topology, command, env=secret):
             raise SystemExit(f"{row['task']} by {row['method']} ended with status {status}")
@@ -123,19 +129,23 @@ def run_whole(topology: Topology, row: dict[str, Any], num_steps: int) -> list[t
 
 def compare(asked: argparse.Namespace) -> None:
     """Write a row for each training: steps and seconds to the loss, as predicted and as they were."""
-    network = find_network(NETWORK)
+    network = find_network(asked.network)
     topology = replace(network.topology, root=slowed(network.topology.root, asked.slowly))
     trainings = (each for each in load_trainings(asked.trainings) if each.sites == network.sites)
-    found = {(each.task, each.method, each.seed): each.learning for each in trainings}
+    found = {
+        (each.task, OWN_PACE if each.method.startswith(OWN_PACE) else each.method, each.seed): each.learning
+        for each in trainings
+    }
     done = [json.loads(line) for line in asked.to.read_text().splitlines()] if asked.to.exists() else []
-    there = {(row["task"], row["method"], row["seed"], row["slowly"]) for row in done}
+    there = {(row["network"], row["task"], row["method"], row["seed"], row["slowly"]) for row in done}
     for seed, task, name in product(range(asked.seeds), asked.tasks, asked.methods):
-        if (task, name, seed, asked.slowly) in there:
+        if (asked.network, task, name, seed, asked.slowly) in there:
             continue
         loss = found[task, REFERENCE, seed].curve[-1][1]
         learning = found[task, BY_NAME[name].steps_of or name, seed]
-        row = {"task": task, "method": name, "seed": seed, "slowly": asked.slowly}
-        row |= told(topology, name, learning, loss, asked.slowly * COMPUTE_S)
+        row = {"network": asked.network, "task": task, "method": name, "seed": seed, "slowly": asked.slowly}
+        slowest_s = asked.slowly * COMPUTE_S * (1.0 if name == OWN_PACE else network.slowdown)
+        row |= told(topology, name, learning, loss, slowest_s)
         curve = run_whole(topology, row, EVERY * (2 + int(row["steps"] * 1.25) // EVERY))
         whole = Learning(num_bytes=0, curve=tuple((step, loss) for _, step, loss in curve))
         seconds = Learning(num_bytes=0, curve=tuple((second, loss) for second, _, loss in curve))  # type: ignore[misc]
@@ -156,13 +166,14 @@ def told(topology: Topology, name: str, learning: Learning, loss: float, compute
 def main() -> None:
     """Run one rank, or all that is not there yet."""
     if sys.argv[1:2] == ["rank"]:
-        task, method, seed, num_steps, compute_s, folder = sys.argv[2:]
-        run_rank(task, method, int(seed), int(num_steps), float(compute_s), Path(folder))
+        row, num_steps, folder = sys.argv[2:]
+        run_rank(json.loads(row), int(num_steps), Path(folder))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trainings", type=Path)
     parser.add_argument("--tasks", nargs="*", default=["gpt", "digits-by-label"], choices=list(TASKS))
-    parser.add_argument("--methods", nargs="*", default=list(COMPARED), choices=list(COMPARED))
+    parser.add_argument("--methods", nargs="*", default=list(COMPARED), choices=[*COMPARED, OWN_PACE])
+    parser.add_argument("--network", default=NETWORKS[0], choices=NETWORKS)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--slowly", type=int, default=1)
     parser.add_argument("--to", type=Path, required=True)
