@@ -22,14 +22,15 @@ children:
   - {switch: a, uplink: 20 Mbit/s, children: [{host: a0, uplink: 1 Gbit/s}, {host: a1, uplink: 1 Gbit/s}]}
   - {switch: b, uplink: 20 Mbit/s, children: [{host: b0, uplink: 1 Gbit/s}, {host: b1, uplink: 1 Gbit/s}]}
 """)
+SMALL = syncline.AllReduce(bucket_bytes=32)
 WORLDS = {"each a party": NUM_RANKS, "two parties": TWO_SITES}
 RULES = {
     "in turn": {"period": 2, "fragments": 1, "overlap": False},
     "overlapped": {"period": 2, "fragments": 1},
-    "each step": {"period": 2, "fragments": 2, "bucket_bytes": 32},
+    "each step": {"period": 2, "fragments": 2, "within": SMALL},
     "momentum": {"period": 3, "fragments": 2, "outer": syncline.Nesterov()},
-    "chosen": {"period": "auto", "bucket_bytes": 32},
-    "own pace": {"period": 3, "pace": "own", "bucket_bytes": 32},
+    "chosen": {"period": "auto", "within": SMALL},
+    "own pace": {"period": 3, "pace": "own", "within": SMALL},
 }
 
 
@@ -181,7 +182,7 @@ def test_who_lacks_the_sums_of_a_round_gets_them_from_who_has_merged_it(monkeypa
 def test_ranks_make_different_numbers_of_steps():
     """Some end their period long before the others, and follow; also those of one party together."""
     for world, deaths in (("each a party", {1: 9}), ("each a party", {3: 12}), ("two parties", {2: 40})):
-        rule = syncline.LocalSteps(period=2, fragments=2, bucket_bytes=32)
+        rule = syncline.LocalSteps(period=2, fragments=2, within=SMALL)
         num_steps = {0: 3, 1: 3, 2: 8, 3: 8}.get
         results = ended(train(WORLDS[world], rule, deaths, num_steps=num_steps, ends_once_more=True), deaths)
         assert len(results) == 3

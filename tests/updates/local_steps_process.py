@@ -60,6 +60,8 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
     settings = dict(plan["rule"])
     if settings.pop("momentum", False):
         settings["outer"] = syncline.Nesterov()
+    if "bucket_bytes" in settings:
+        settings["within"] = syncline.AllReduce(bucket_bytes=settings.pop("bucket_bytes"))
     make = torch.optim.Adam if plan.get("optimizer") == "adam" else torch.optim.SGD
     optimizer = make(model.parameters(), lr=0.5 if is_newcomer else 1.0)
     model, distributed = syncline.distribute(model, optimizer, syncline.LocalSteps(**settings), elastic=True)

@@ -26,6 +26,7 @@ from thread_fleets import run_fleets
 
 BUCKET_BYTES = 160
 """Of the small regression it makes five buckets."""
+WITHIN = AllReduce(bucket_bytes=BUCKET_BYTES)
 DEADLINE_S = 60.0
 
 
@@ -152,11 +153,11 @@ def mean(values, weights, start: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("rule", "num_steps"),
     [
-        (LocalSteps(period=4, bucket_bytes=BUCKET_BYTES), [11, 11, 11]),
-        (LocalSteps(period=5, fragments=3, bucket_bytes=BUCKET_BYTES, outer=Nesterov()), [13, 9, 10]),
+        (LocalSteps(period=4, within=WITHIN), [11, 11, 11]),
+        (LocalSteps(period=5, fragments=3, within=WITHIN, outer=Nesterov()), [13, 9, 10]),
         (LocalSteps(period=3, fragments=1), [7, 7, 7]),
         (LocalSteps(period=3, fragments=1, overlap=False, outer=Nesterov()), [7, 6, 3]),
-        (LocalSteps(period=4, fragments=2, overlap=False, bucket_bytes=BUCKET_BYTES), [0, 6, 9]),
+        (LocalSteps(period=4, fragments=2, overlap=False, within=WITHIN), [0, 6, 9]),
     ],
     ids=["fragments", "momentum", "whole", "in turn", "no data"],
 )
@@ -246,7 +247,7 @@ def test_between_two_sites_a_period_carries_the_parameters_once(parties) -> None
 
     def body(fleet):
         model = torch.nn.Linear(200, 50)
-        rule = LocalSteps(period=4, bucket_bytes=8000, parties=parties)
+        rule = LocalSteps(period=4, within=AllReduce(bucket_bytes=8000), parties=parties)
         model, optimizer = distribute(model, make_sgd(model.parameters()), rule, samples="batch", fleet=fleet)
         before = sent_up(fleet)
         for _ in range(8):
@@ -379,7 +380,7 @@ def test_a_rank_may_be_a_party_beside_one_of_several(monkeypatch: pytest.MonkeyP
     topology = Topology.parse(TWO_SITES).restricted((0, 2, 3))
 
     def body(fleet):
-        model, optimizer = start(fleet, LocalSteps(period=4, bucket_bytes=BUCKET_BYTES))
+        model, optimizer = start(fleet, LocalSteps(period=4, within=WITHIN))
         for step in range(5):
             one_step(model, optimizer, fleet.rank, step)
         before = parameters_of(model)
@@ -412,7 +413,7 @@ def test_buffers_become_rank_0s_when_a_period_is_ended() -> None:
 
 def test_parameters_that_are_not_finite_are_told_by_rank_on_every_rank() -> None:
     def body(fleet):
-        model, optimizer = start(fleet, LocalSteps(bucket_bytes=BUCKET_BYTES))
+        model, optimizer = start(fleet, LocalSteps(within=WITHIN))
         one_step(model, optimizer, fleet.rank, 0)
         if fleet.rank == 1:
             with torch.no_grad():

@@ -13,16 +13,28 @@ from syncline.schedule import Collective
 from syncline.updates import Updater
 from syncline.updates.bucket import Bucket, placed
 from syncline.updates.control import every_rank
-from syncline.updates.state import StateEntry, WholeState, decode_single, describe_state, dtype_of, joined_catalogues
+from syncline.updates.state import (
+    VELOCITY,
+    ChosenState,
+    StateEntry,
+    WholeState,
+    decode_single,
+    describe_state,
+    dtype_of,
+    joined_catalogues,
+)
 
 Values = dict[str, dict[str, Any]]
 
 
-def gather_state(updater: Updater) -> dict[int, Any]:
-    """Return the whole state by parameters' numbers, as torch's own form has it, on every rank; a collective."""
+def gather_state(updater: Updater, beside: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
+    """Return the whole state by parameters' numbers, as torch's own form has it, on every rank; a collective.
+
+    ``beside`` is what every rank has whole.
+    """
     state = collect_state(updater)
-    numbers = _numbers(updater)
-    return {number: state[name] for name, number in sorted(numbers.items(), key=_second) if state.get(name)}
+    joined = {number: {**beside.get(number, {}), **state.get(name, {})} for name, number in _numbers(updater).items()}
+    return {number: values for number, values in sorted(joined.items()) if values}
 
 
 def collect_state(updater: Updater) -> Values:
@@ -40,8 +52,11 @@ def collect_state(updater: Updater) -> Values:
     return state
 
 
-def spread_state(updater: Updater, state_dict: Mapping[str, Any]) -> None:
-    """Take a whole state in torch's own form: the owned part of it, and all hyper-parameters."""
+def spread_state(updater: Updater, state_dict: Mapping[str, Any]) -> dict[int, Any]:
+    """Take a whole state in torch's own form: the owned part of it, and all hyper-parameters.
+
+    Return what every rank keeps whole, which is left to the user's optimizer.
+    """
     groups = updater.optimizer.param_groups
     saved = state_dict["param_groups"]
     sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in saved]
@@ -51,9 +66,10 @@ def spread_state(updater: Updater, state_dict: Mapping[str, Any]) -> None:
     by_place = {place[number]: values for number, values in state_dict["state"].items()}
     names = {number: name for name, number in _numbers(updater).items()}
     state = {names[number]: values for number, values in by_place.items() if number in names}
-    updater.load_state(WholeState(updater.buckets, state))
+    _load_divided(updater, state)
     for group, options in zip(groups, saved, strict=True):
         group.update({key: value for key, value in options.items() if key not in {"params", "param_names"}})
+    return {number: _beside(values) for number, values in state_dict["state"].items() if _beside(values)}
 
 
 def divide_existing_state(updater: Updater) -> None:
@@ -64,8 +80,19 @@ def divide_existing_state(updater: Updater) -> None:
         if optimizer.state.get(tensor):
             state[slot.name] = dict(optimizer.state[tensor])
     if state:
-        updater.load_state(WholeState(updater.buckets, state))
+        _load_divided(updater.dividing, state)
+        beside = {tensor: _beside(values) for tensor, values in optimizer.state.items() if _beside(values)}
         optimizer.state.clear()
+        optimizer.state.update(beside)
+
+
+def _load_divided(updater: Updater, state: Values) -> None:
+    updater.load_state(ChosenState(WholeState(updater.buckets, state), lambda key: key != VELOCITY))
+
+
+def _beside(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a parameter's state every rank keeps whole."""
+    return {VELOCITY: values[VELOCITY]} if VELOCITY in values else {}
 
 
 def divided_state(updater: Updater) -> Mapping[torch.Tensor, Mapping[str, Any]]:
@@ -140,10 +167,6 @@ def _numbers(updater: Updater) -> dict[str, int]:
     every = [parameter for group in updater.optimizer.param_groups for parameter in group["params"]]
     number_of = {parameter: number for number, parameter in enumerate(every)}
     return {slot.name: number_of[tensor] for _, slot, tensor in placed(updater.buckets)}
-
-
-def _second(item: tuple[str, int]) -> int:
-    return item[1]
 
 
 def _singles(keys: Mapping[str, Any]) -> dict[str, Any]:

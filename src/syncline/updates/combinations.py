@@ -153,7 +153,6 @@ OF_LOCAL_STEPS = (
     _NOT_EVERY_STEP,
     *on_preemption(_APART, "leave it out, and call save_checkpoint() on all ranks at the same step"),
     NOBODY_WAITS,
-    WHOLE_STATE,
 )
 """Of rules in which ranks meet once in a period."""
 UNDECLARED = tuple(

@@ -199,7 +199,6 @@ class ElasticLocalStepsUpdater(LocalStepsUpdater):
 
     def _recover_in_party(self, error: BaseException) -> None:
         """Recover from what a call of the party has ended with: calls of the job end with it."""
-        assert self._party is not None, "it has made calls"
         self.collectives.communicator.end_with(self._party.collectives.communicator)
         self._recover_job(error)
 

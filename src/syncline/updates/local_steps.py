@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
+
+import torch
 
 from syncline.arguments import Count, check_fields
 from syncline.errors import ConfigurationError
 from syncline.schedule.period import USUAL
 from syncline.schedule.replicas import Replicate
-from syncline.updates.combinations import COMPRESSED, OF_LOCAL_STEPS, Combination
+from syncline.updates.allreduce import AllReduce
+from syncline.updates.combinations import COMPRESSED, OF_LOCAL_STEPS, WHOLE_STATE, Combination
 from syncline.updates.compression import Compress, compress
 from syncline.updates.elastic_local_steps import ElasticLocalStepsUpdater
 from syncline.updates.local_steps_updater import LocalStepsUpdater, Nesterov, Pace
 from syncline.updates.rule import Setting, WholeRule
+from syncline.updates.sharded import Sharded
 
 __all__ = ["LocalSteps", "Nesterov"]
+
+_WHOLE, _PLAIN = AllReduce(bucket_bytes=512 * 1024), Sharded()
+_NOT_WITHIN = {
+    "overlap_forward": "whose parameters a round takes as soon as step() returns",
+    "step_in_backward": "which would have new parameters before a round is merged",
+    "replicate": "which has everything once: the parties are the replicas",
+    "spares": "of which no rank may be lost",
+}
+"""What of ``Sharded()`` a party has no use for, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,24 +58,27 @@ class LocalSteps(WholeRule):
     which measures nothing. A party's move then has the weight of its samples for each step, so that each sample counts
     the same. All ranks count the same rounds, so a loop may end by ``optimizer.statistics().num_rounds``.
     ``compress``: what slow links carry of rounds, as with :class:`Sharded`.
-    ``bucket_bytes``: how much moves together, about; rounds cut buckets where a fragment ends, but not if they are
-    compressed.
+    ``within``: what the ranks of a party do in every batch. ``AllReduce()``: each steps the user's optimizer, and keeps
+    all of its state. ``Sharded()``: each keeps and steps its part, for models whose state has no room on one rank;
+    ``align``, ``cost``, ``portions`` (not those of hosts), ``slice_bytes`` count within the party. Its ``bucket_bytes``
+    say how much moves together, about; rounds cut buckets where a fragment ends, but not if they are compressed.
 
-    The user's optimizer steps; its state is each rank's own. Parameters are equal on all ranks when
-    ``optimizer.end_period()`` has returned, which :func:`save_checkpoint` calls by itself; call it before you evaluate.
-    Ranks may make different numbers of steps: ``end_period()``, and closing the fleet, follow the others until all end.
-    Ranks of one party make as many. Buffers are each rank's own, and become rank 0's when a period is ended.
+    The optimizer's state is each party's own. Parameters are equal on all ranks when ``optimizer.end_period()`` has
+    returned, which :func:`save_checkpoint` calls by itself; call it before you evaluate. Ranks may make different
+    numbers of steps: ``end_period()``, and closing the fleet, follow the others until all end. Ranks of one party make
+    as many. Buffers are each rank's own, and become rank 0's when a period is ended.
 
-    Each rank keeps a copy of the parameters, with ``outer`` two. A checkpoint holds the optimizer state of every rank,
-    so that training goes on to the bit with as many ranks. With ``elastic=True`` the ranks that are left go on; what a
-    lost one has moved since its last round is lost, and its optimizer's state. Newcomers come in when a round ends,
-    with the global parameters and the optimizer's state of the nearest member.
+    Each rank keeps a copy of the parameters, with ``outer`` two. A checkpoint holds the optimizer state of every party,
+    so that training goes on to the bit with as many parties; with more, some begin with the state of others. With
+    ``elastic=True`` the ranks that are left go on; what a lost one has moved since its last round is lost, and its
+    optimizer's state. Newcomers come in when a round ends, with the global parameters and the optimizer's state of the
+    nearest member.
 
-    Raises :class:`ConfigurationError` for values that are out of range, for ``period="auto"`` with ``outer``, and for
-    it and ``pace="own"`` without ``overlap``, and from ``distribute()`` for a ``pace`` that leaves out a host;
-    ``distribute()`` raises :class:`TopologyError` for parties that are not in the topology, and
-    :class:`UpdateError` for an optimizer that wants a closure. ``step()`` raises what a collective does, and, on every
-    rank, that parameters of a rank are not finite.
+    Raises :class:`ConfigurationError` for values that are out of range, for what does not suit a party in ``within``,
+    for ``period="auto"`` with ``outer``, and for it and ``pace="own"`` without ``overlap``, and from ``distribute()``
+    for a ``pace`` that leaves out a host; ``distribute()`` raises :class:`TopologyError` for parties that are not in
+    the topology, and :class:`UpdateError` for an optimizer that wants a closure. ``step()`` raises what a collective
+    does, and, on every rank, that parameters of a rank are not finite.
 
     >>> model, optimizer = syncline.distribute(model, optimizer, syncline.LocalSteps(period=8))
     >>> model(x).sum().backward(); optimizer.step(); optimizer.end_period()
@@ -76,11 +93,31 @@ class LocalSteps(WholeRule):
     parties: Replicate | None = "auto"
     pace: Pace = field(default="equal", hash=False)
     compress: Compress = "off"
-    bucket_bytes: Count = 512 * 1024
-    combinations: ClassVar[tuple[Combination, ...]] = (*OF_LOCAL_STEPS, *COMPRESSED)
+    within: AllReduce | Sharded = _WHOLE
+    combinations: ClassVar[tuple[Combination, ...]] = (
+        *OF_LOCAL_STEPS,
+        WHOLE_STATE._replace(
+            remedy="take within=Sharded(), or leave memory out of the topology",
+            when=lambda rule, _: not rule.divides,
+        ),
+        Combination(
+            "elastic=True",
+            "with within=Sharded(): a part of the state would be lost with a rank",
+            "take within=AllReduce(), or leave out elastic=",
+            when=lambda rule, _: rule.divides,
+        ),
+        Combination(
+            "save_on_failure=",
+            "with within=Sharded(), of whose state each rank has a part",
+            "save checkpoints on the way (save_checkpoint(..., keep=2, wait=False)), or take within=AllReduce()",
+            when=lambda rule, _: rule.divides,
+        ),
+        *COMPRESSED,
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
+        self._check_within()
         if self.period == "auto" and (self.outer is not None or not self.overlap):
             raise ConfigurationError(
                 'LocalSteps: period="auto" is the shortest that links carry while ranks compute, so it goes neither '
@@ -109,12 +146,47 @@ class LocalSteps(WholeRule):
             else "LocalSteps(pace=) gives the speeds of hosts, and newcomers may come on others"
         )
 
+    def _check_within(self) -> None:
+        if self.within.compress != "off":
+            raise ConfigurationError(
+                f"LocalSteps: within={type(self.within).__name__}(compress={self.within.compress!r}) would code what "
+                "moves inside of a party, and slow links are between parties; give compress to LocalSteps itself"
+            )
+        if not isinstance(self.within, Sharded):
+            return
+        for name, why in _NOT_WITHIN.items():
+            if (value := getattr(self.within, name)) != getattr(_PLAIN, name):
+                raise ConfigurationError(
+                    f"LocalSteps: within=Sharded({name}={value!r}) does not suit a party, {why}; leave out {name}"
+                )
+        if isinstance(self.within.portions, Mapping):
+            raise ConfigurationError(
+                "LocalSteps: within=Sharded(portions=) of hosts are those of a whole job, and each party divides all; "
+                "give a number, or leave out portions"
+            )
+
+    @property
+    def divides(self) -> bool:
+        """Whether each rank of a party keeps its part of the state alone."""
+        return isinstance(self.within, Sharded)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Size of a bucket, about: that of ``within``."""
+        return self.within.bucket_bytes
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise :class:`UpdateError` if the optimizer wants a closure, or cannot step on what it is given within."""
+        WholeRule.check(self, optimizer)
+        self.within.check(optimizer)
+
     def start(self, setting: Setting) -> LocalStepsUpdater:
         """Begin to work on a model; every rank calls it, on the training thread."""
         compress(setting, self.compress)
         kind = LocalStepsUpdater if setting.recover is None else ElasticLocalStepsUpdater
         return kind(
             setting,
+            within=self.within,
             period=self.period,
             outer=self.outer,
             fragments=self.fragments,

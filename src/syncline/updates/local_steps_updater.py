@@ -37,16 +37,16 @@ from syncline.runtime.work import Work
 from syncline.schedule import Collective
 from syncline.schedule.period import USUAL, PartyPeriod, measured_speeds
 from syncline.schedule.replicas import Replicate, find_parties
-from syncline.updates.allreduce import AllReduceUpdater
 from syncline.updates.bucket import Bucket, BucketPlan, Slot
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketSchedule, BucketScheduleOptions, plan_bucket_schedules
 from syncline.updates.control import ControlStream
-from syncline.updates.ownership import check_hosts
+from syncline.updates.divided import DividedGradients
+from syncline.updates.ownership import check_hosts, most_shares
 from syncline.updates.report import LocalReports, PendingReport, StepReports
 from syncline.updates.rounds import Move, Round
-from syncline.updates.rule import Setting, WholeUpdater
-from syncline.updates.state import StateOfRank, StateSource, key_of_rank
+from syncline.updates.rule import Setting, Updater, UpdateRule, WholeUpdater
+from syncline.updates.state import VELOCITY, ChosenState, StateEntry, StateOfRank, StateSource, key_of_rank
 
 # The outer optimizer: what the averaged difference of a period does to the parameters (DiLoCo's Nesterov momentum).
 #
@@ -58,7 +58,6 @@ from syncline.updates.state import StateOfRank, StateSource, key_of_rank
 # parameters are the average. The velocity is kept in the optimizer's state, for checkpoints.
 
 
-VELOCITY = "outer_velocity"
 LEAST_BYTES = 128 * 1024
 """Of a fragment for which buckets are cut: what is less costs its calls, and not its bytes."""
 _NUM_TOLD = 5
@@ -107,8 +106,9 @@ class Nesterov:
 class OuterStep:
     """The outer optimizer of one bucket."""
 
-    def __init__(self, bucket: Bucket, optimizer: torch.optim.Optimizer, rule: Nesterov) -> None:
+    def __init__(self, bucket: Bucket, optimizer: torch.optim.Optimizer, rule: Nesterov, *, is_stateless: bool) -> None:
         self._bucket = bucket
+        self._is_stateless = is_stateless
         self._optimizer = optimizer
         self._rule = rule
         self._velocity = torch.zeros_like(bucket.parameters)
@@ -139,9 +139,8 @@ class OuterStep:
 
     def _show_velocity(self) -> None:
         """Keep the velocity where checkpoints find it; Adam and others take a state that is there for one they made."""
-        is_stateless = isinstance(self._optimizer, torch.optim.SGD)
         for slot, tensor in zip(self._bucket.plan.slots, self._bucket.tensors, strict=True):
-            if is_stateless or self._optimizer.state.get(tensor):
+            if self._is_stateless or self._optimizer.state.get(tensor):
                 self._optimizer.state[tensor][VELOCITY] = slot.view(self._velocity)
 
 
@@ -166,8 +165,34 @@ class LocalStepsStatistics:
         return f"{self.num_rounds} rounds in {self.num_steps} steps, {self.num_waits} waited for: {self.waited_s:.1f} s"
 
 
+class LoneUpdater(WholeUpdater):
+    """That of a party of one rank: nothing is combined."""
+
+    is_synchronous = False
+
+    def begin_backward(self) -> None:
+        """There is nothing to make ready."""
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Leave the gradients as they are."""
+
+    def finish_backward(self, report: PendingReport) -> Sequence[bool]:
+        """Show what this rank's pass has brought."""
+        return report.present
+
+    def step(self) -> None:
+        """Step the user's optimizer."""
+        self.optimizer.step()
+
+    def _saved(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        return state
+
+    def close(self) -> None:
+        """There is nothing under way."""
+
+
 class LocalStepsUpdater(WholeUpdater):
-    """Local steps at work on one model."""
+    """Local steps at work on one model; ``within`` is the rule of each party, whose updater does all but rounds."""
 
     is_synchronous = False
     shares_buffers = True
@@ -179,6 +204,7 @@ class LocalStepsUpdater(WholeUpdater):
         self,
         setting: Setting,
         *,
+        within: UpdateRule,
         period: int | Literal["auto"],
         outer: Nesterov | None,
         fragments: int,
@@ -187,7 +213,7 @@ class LocalStepsUpdater(WholeUpdater):
         pace: Pace,
     ) -> None:
         super().__init__(setting)
-        self._setting, self._overlaps = setting, overlap
+        self._setting, self._within, self._overlaps = setting, within, overlap
         number = min(fragments, USUAL if period == "auto" else period)
         self.parties = find_parties(self.collectives.communicator.topology, parties)
         self._ranks = next(ranks for ranks in self.parties if self.collectives.rank in ranks)
@@ -195,8 +221,11 @@ class LocalStepsUpdater(WholeUpdater):
         self._num_group_streams = 2 + len(self.buckets) if max(map(len, self.parties)) > 1 else 0
         """Of a party's communicator; every rank takes as many, also one that is a party by itself."""
         streams = self._reserve(self._num_group_streams)
-        self._party = self._open_party(streams) if len(self._ranks) > 1 else None
-        """What averages gradients over the ranks that make the same local steps, if these are several."""
+        self._party: Updater = (
+            self._open_party(streams) if len(self._ranks) > 1 else LoneUpdater(replace(setting, reports=None))
+        )
+        """Makes the steps of the ranks that make the same ones."""
+        self.divides_gradients = self._party.divides_gradients
         self._parts = _cut(self.buckets, 1 if self.collectives.crossing is not None else number)
         self._smallest = _divide(self._parts, number)
         """Fragments as a usual period has them; a shorter one has fewer, each of several of these."""
@@ -204,7 +233,12 @@ class LocalStepsUpdater(WholeUpdater):
         self._control, self._part_collectives = self._open_ways()
         """What rounds are told by, and what moves their parts."""
         self._starts = [bucket.parameters.clone() for bucket in self.buckets]
-        self._outer = [OuterStep(one, self.optimizer, outer) for one in self.buckets if outer is not None]
+        is_stateless = self.divides_gradients or isinstance(self.optimizer, torch.optim.SGD)
+        self._outer = [
+            OuterStep(one, self.optimizer, outer, is_stateless=is_stateless)
+            for one in self.buckets
+            if outer is not None
+        ]
         self._flight: Round | None = None
         """What is on its way."""
         self._next_round = 0
@@ -233,35 +267,67 @@ class LocalStepsUpdater(WholeUpdater):
 
     def make_reports(self) -> StepReports | LocalReports:
         """Return what tells the party of each pass."""
-        return self._party.make_reports() if self._party is not None else LocalReports()
+        return self._party.make_reports()
+
+    @property
+    def dividing(self) -> Updater:
+        """The party's."""
+        return self._party
+
+    @property
+    def divided_gradients(self) -> DividedGradients | None:
+        """Those of the party."""
+        return self._party.divided_gradients
+
+    @property
+    def num_state_bytes(self) -> int:
+        """Memory of what the user's optimizer keeps, and of this rank's part of what the party divides."""
+        return super().num_state_bytes + (self._party.num_state_bytes if self.divides_gradients else 0)
 
     def begin_backward(self) -> None:
-        """Let the party, if it has several ranks, average gradients."""
-        if self._party is not None:
-            self._party.begin_backward()
+        """Let the party combine gradients."""
+        self._party.step_number = self.step_number
+        self._party.begin_backward()
 
     def reduce(self, bucket: Bucket) -> None:
-        """Average the gradients over the party, if it has several ranks."""
-        if self._party is not None:
-            self._party.reduce(bucket)
+        """Combine a bucket's gradients in the party."""
+        self._party.reduce(bucket)
 
-    def finish_backward(self, report: PendingReport) -> Sequence[bool]:
+    def finish_backward(self, report: PendingReport) -> Sequence[bool] | None:
         """Take the party's gradients, and note how many samples are behind them."""
-        if self._party is None:
-            present: Sequence[bool] = report.present
-        else:
-            present = self._party.finish_backward(report)
+        present = self._party.finish_backward(report)
         self._weight = report.total / len(report.ranks or self._ranks)
         return present
 
+    def carry(self, kept: Sequence[bool]) -> None:
+        """Let the party's next pass add to these."""
+        self._party.carry(kept)
+
+    def drop(self, positions: Sequence[int]) -> None:
+        """Leave these out of the party's next step."""
+        self._party.drop(positions)
+
+    def discard(self) -> None:
+        """Forget the party's gradients."""
+        self._party.discard()
+
+    def synchronize(self) -> None:
+        """Raise what went wrong in the party."""
+        self._party.synchronize()
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
+        """Clip the party's gradients."""
+        return self._party.clip_grad_norm(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
     def step(self) -> None:
-        """Step the user's optimizer; merge the round that is under way, and begin the next one, when it is time."""
+        """Make the party's step; merge the round that is under way, and begin the next one, when it is time."""
         if self._is_equal:
             for start, bucket in zip(self._starts, self.buckets, strict=True):
                 start.copy_(bucket.parameters)  # which a checkpoint may have brought
             self._is_equal = False
             self._begin_judging(after=self.step_number + 1)
-        self.optimizer.step()
+        self._party.step()
+        self._party.synchronize()
         self._unsent = [(samples + self._weight, steps + 1) for samples, steps in self._unsent]
         self._weight = 0.0
         self.step_number += 1
@@ -308,21 +374,36 @@ class LocalStepsUpdater(WholeUpdater):
         """Return what was sent and waited for on this rank."""
         return self._counts
 
-    def _saved(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return all state of this rank; that of rank 0 under its plain keys, and the outer velocity once."""
-        rank = self.collectives.rank
-        return {key_of_rank(key, rank): value for key, value in state.items() if rank == 0 or key != VELOCITY}
+    def state_entries(self) -> list[StateEntry]:
+        """Return what this rank saves of its party's state: that of the first under plain keys; a velocity once."""
+        entries, number = self._party.state_entries(), self._party_number
+        if self.divides_gradients:
+            entries += super().state_entries()  # the velocity alone is in the user's optimizer then
+        return [
+            replace(entry, key=key_of_rank(entry.key, number))
+            for entry in entries
+            if number == 0 or entry.key != VELOCITY
+        ]
 
     def load_state(self, source: StateSource) -> None:
-        """Take the state that this rank had; what all ranks have alike, or a rank of a smaller job, where it is new."""
+        """Take the state that this party had; what all have alike, or a party of a smaller job, where it is new."""
         self._land()
         self._is_equal = True
         self._unsent = [(0.0, 0)] * len(self._fragments)
-        super().load_state(StateOfRank(source, self.collectives.rank))
+        own: StateSource = StateOfRank(source, self._party_number)
+        if self.divides_gradients:
+            super().load_state(ChosenState(own, lambda key: key == VELOCITY))
+            own = ChosenState(own, lambda key: key != VELOCITY)
+        self._party.load_state(own)
+
+    @property
+    def _party_number(self) -> int:
+        return self.parties.index(tuple(self._ranks))
 
     def close(self) -> None:
         """Give up what is under way."""
-        if self._party is not None:
+        self._party.close()
+        if self._party.collectives is not self.collectives:
             self._party.collectives.communicator.close()
         if self._part_collectives is not self.collectives:
             self._part_collectives.close()
@@ -424,17 +505,23 @@ class LocalStepsUpdater(WholeUpdater):
         """Return the means of a round when they are there, and what it has become meanwhile."""
         return flight, flight.wait()
 
-    def _open_party(self, streams: range) -> AllReduceUpdater:
-        """Return what averages gradients over this rank's party."""
+    def _open_party(self, streams: range) -> Updater:
+        """Return what makes the steps of this rank's party."""
         group, schedules = self._open_group(streams)
         control = ControlStream(group, stream=group.user_stream + 1)
         collectives = BucketCollectives(group, control=control, bucket_schedules=schedules)
-        return AllReduceUpdater(replace(self._setting, collectives=collectives))
+        return self._within.start(replace(self._setting, collectives=collectives))
 
     def _open_group(self, streams: range) -> tuple[Communicator, tuple[BucketSchedule, ...]]:
         """Return a communicator of this rank's party, and how buckets move there; its second stream is free."""
         group = self.collectives.communicator.open_group(self._ranks, streams=streams)
-        return group, _plan_whole(group, [bucket.plan for bucket in self.buckets], streams[2])
+        plans, options = [bucket.plan for bucket in self.buckets], self._within.schedule_options
+        most = None
+        if options.is_divided:
+            most = most_shares(
+                group.topology, plans, self.optimizer, num_copies=options.num_copies, tells=group.rank == 0
+            )
+        return group, plan_bucket_schedules(group, plans, options, first_stream=streams[2], most=most, is_together=True)
 
     def _open_ways(self) -> tuple[ControlStream, BucketCollectives]:
         """Return what rounds are told by, and what moves their parts."""

@@ -219,6 +219,11 @@ class Updater(ABC):
         """The combined gradients, if each rank has only its own part of them; None if every rank has them all."""
         return None
 
+    @property
+    def dividing(self) -> Updater:
+        """The updater whose ranks each have a part of gradients and state: this one, or that of a party within it."""
+        return self
+
     @abstractmethod
     def begin_backward(self) -> None:
         """Make ready for the gradients of a new step; raises what went wrong since the last one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -97,13 +97,30 @@ class WholeState:
         target.copy_(slot.flatten(self._state[slot.name][key])[start : start + target.numel()])
 
 
+VELOCITY = "outer_velocity"
+"""The key of what every rank keeps whole in the optimizer's state, also where all else there is divided."""
+
+
+class ChosenState:
+    """What a source has under some keys."""
+
+    def __init__(self, source: StateSource, has: Callable[[str], bool]) -> None:
+        self._source = source
+        self._has = has
+        self.fill = source.fill
+
+    def values(self, parameter: str) -> Mapping[str, Any]:
+        """Return the chosen part of a parameter's state."""
+        return {key: value for key, value in self._source.values(parameter).items() if self._has(key)}
+
+
 _OF_RANK = "@rank"
 CODING_ERROR = "coding_error@"
 """Begins the keys of what codes of some ranks lack: it is no state of an optimizer."""
 
 
 def key_of_rank(key: str, rank: int) -> str:
-    """Return what a rank's own state is saved as, where ranks differ; rank 0's as it is without ranks."""
+    """Return what the state of a rank, or of a party, is saved as, where these differ; that of 0 as it is."""
     return f"{key}{_OF_RANK}{rank}" if rank else key
 
 
