@@ -134,14 +134,14 @@ class InnerCalls:
         """Put the whole state into what the user's optimizer has of it; every rank calls it."""
         self._updater.synchronize()
         self._gathered = True
-        return {**own, "state": gather_state(self._updater.dividing, beside=own["state"])}
+        return {**own, "state": gather_state(self._updater)}
 
     def _take_state(self, _: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
         """Keep the owned part of a whole state, and leave the hyper-parameters to the user's optimizer."""
         self._updater.synchronize()
-        beside = spread_state(self._updater.dividing, given)
+        spread_state(self._updater, given)
         self._has_spread = True
-        return {**given, "state": beside}
+        return {**given, "state": {}}
 
 
 def _replaced_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:

@@ -106,7 +106,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state(self) -> Mapping[torch.Tensor, Any]:
         """The optimizer state, by model parameter; with ``Sharded`` what ranks keep in parts is refused, and named."""
         updater = self.training.updater
-        return divided_state(updater.dividing) if updater.divides_gradients else updater.state
+        return divided_state(updater) if updater.divides_gradients else updater.state
 
     @state.setter
     def state(self, _: object) -> None:

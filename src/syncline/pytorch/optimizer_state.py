@@ -27,14 +27,15 @@ from syncline.updates.state import (
 Values = dict[str, dict[str, Any]]
 
 
-def gather_state(updater: Updater, beside: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
-    """Return the whole state by parameters' numbers, as torch's own form has it, on every rank; a collective.
-
-    ``beside`` is what every rank has whole.
-    """
-    state = collect_state(updater)
-    joined = {number: {**beside.get(number, {}), **state.get(name, {})} for name, number in _numbers(updater).items()}
-    return {number: values for number, values in sorted(joined.items()) if values}
+def gather_state(updater: Updater) -> dict[int, Any]:
+    """Return the whole state by parameters' numbers, as torch's own form has it, on every rank; a collective."""
+    divided, whole = collect_state(updater.dividing), updater.whole_state
+    tensors = {slot.name: tensor for _, slot, tensor in placed(updater.buckets)}
+    state = {
+        number: {**whole.get(tensors[name], {}), **divided.get(name, {})}
+        for name, number in sorted(_numbers(updater).items(), key=_second)
+    }
+    return {number: values for number, values in state.items() if values}
 
 
 def collect_state(updater: Updater) -> Values:
@@ -52,11 +53,8 @@ def collect_state(updater: Updater) -> Values:
     return state
 
 
-def spread_state(updater: Updater, state_dict: Mapping[str, Any]) -> dict[int, Any]:
-    """Take a whole state in torch's own form: the owned part of it, and all hyper-parameters.
-
-    Return what every rank keeps whole, which is left to the user's optimizer.
-    """
+def spread_state(updater: Updater, state_dict: Mapping[str, Any]) -> None:
+    """Take a whole state in torch's own form: the owned part of it, and all hyper-parameters."""
     groups = updater.optimizer.param_groups
     saved = state_dict["param_groups"]
     sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in saved]
@@ -66,10 +64,9 @@ def spread_state(updater: Updater, state_dict: Mapping[str, Any]) -> dict[int, A
     by_place = {place[number]: values for number, values in state_dict["state"].items()}
     names = {number: name for name, number in _numbers(updater).items()}
     state = {names[number]: values for number, values in by_place.items() if number in names}
-    _load_divided(updater, state)
+    _load(updater, state)
     for group, options in zip(groups, saved, strict=True):
         group.update({key: value for key, value in options.items() if key not in {"params", "param_names"}})
-    return {number: _beside(values) for number, values in state_dict["state"].items() if _beside(values)}
 
 
 def divide_existing_state(updater: Updater) -> None:
@@ -80,28 +77,26 @@ def divide_existing_state(updater: Updater) -> None:
         if optimizer.state.get(tensor):
             state[slot.name] = dict(optimizer.state[tensor])
     if state:
-        _load_divided(updater.dividing, state)
-        beside = {tensor: _beside(values) for tensor, values in optimizer.state.items() if _beside(values)}
+        _load(updater, state)
         optimizer.state.clear()
-        optimizer.state.update(beside)
 
 
-def _load_divided(updater: Updater, state: Values) -> None:
-    updater.load_state(ChosenState(WholeState(updater.buckets, state), lambda key: key != VELOCITY))
-
-
-def _beside(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a parameter's state every rank keeps whole."""
-    return {VELOCITY: values[VELOCITY]} if VELOCITY in values else {}
+def _load(updater: Updater, state: Values) -> None:
+    """Keep the owned part, and what every rank keeps whole."""
+    source = WholeState(updater.buckets, state)
+    updater.dividing.load_state(ChosenState(source, lambda key: key != VELOCITY))
+    for _, slot, tensor in placed(updater.buckets):
+        if VELOCITY in state.get(slot.name, {}):
+            updater.whole_state[tensor] = {VELOCITY: state[slot.name][VELOCITY]}
 
 
 def divided_state(updater: Updater) -> Mapping[torch.Tensor, Mapping[str, Any]]:
     """Return this rank's state by model parameter: single values as they are; what other ranks have is refused."""
     tensors = {slot.name: tensor for _, slot, tensor in placed(updater.buckets)}
-    entries = updater.state_entries()
+    entries = updater.dividing.state_entries()
     values: dict[torch.Tensor, dict[str, Any]] = {}
     if updater.step_number or entries:
-        values = {tensor: {} for tensor in tensors.values()}
+        values = {tensor: dict(updater.whole_state.get(tensor, {})) for tensor in tensors.values()}
     for entry in entries:
         values[tensors[entry.parameter]][entry.key] = entry.value if entry.start is None else _DIVIDED
     return _DividedStates({tensors[name]: _DividedState(values[tensors[name]], name) for name in tensors if values})
@@ -167,6 +162,10 @@ def _numbers(updater: Updater) -> dict[str, int]:
     every = [parameter for group in updater.optimizer.param_groups for parameter in group["params"]]
     number_of = {parameter: number for number, parameter in enumerate(every)}
     return {slot.name: number_of[tensor] for _, slot, tensor in placed(updater.buckets)}
+
+
+def _second(item: tuple[str, int]) -> int:
+    return item[1]
 
 
 def _singles(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal
@@ -106,10 +106,17 @@ class Nesterov:
 class OuterStep:
     """The outer optimizer of one bucket."""
 
-    def __init__(self, bucket: Bucket, optimizer: torch.optim.Optimizer, rule: Nesterov, *, is_stateless: bool) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        optimizer: torch.optim.Optimizer,
+        rule: Nesterov,
+        state: MutableMapping[torch.Tensor, Any],
+    ) -> None:
         self._bucket = bucket
-        self._is_stateless = is_stateless
-        self._optimizer = optimizer
+        self._state = state
+        self._may_be_first = state is not optimizer.state or isinstance(optimizer, torch.optim.SGD)
+        """Whether it may be in a state before anything else: Adam and others take what is there for their own."""
         self._rule = rule
         self._velocity = torch.zeros_like(bucket.parameters)
 
@@ -133,15 +140,15 @@ class OuterStep:
         """Take a velocity that a checkpoint has brought."""
         for slot, tensor in zip(self._bucket.plan.slots, self._bucket.tensors, strict=True):
             view = slot.view(self._velocity)
-            stored = self._optimizer.state.get(tensor, {}).get(VELOCITY)
+            stored = self._state.get(tensor, {}).get(VELOCITY)
             if stored is not None and stored.data_ptr() != view.data_ptr():
                 view.copy_(stored)
 
     def _show_velocity(self) -> None:
-        """Keep the velocity where checkpoints find it; Adam and others take a state that is there for one they made."""
+        """Keep the velocity where checkpoints find it."""
         for slot, tensor in zip(self._bucket.plan.slots, self._bucket.tensors, strict=True):
-            if self._is_stateless or self._optimizer.state.get(tensor):
-                self._optimizer.state[tensor][VELOCITY] = slot.view(self._velocity)
+            if self._may_be_first or self._state.get(tensor):
+                self._state.setdefault(tensor, {})[VELOCITY] = slot.view(self._velocity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,11 +240,10 @@ class LocalStepsUpdater(WholeUpdater):
         self._control, self._part_collectives = self._open_ways()
         """What rounds are told by, and what moves their parts."""
         self._starts = [bucket.parameters.clone() for bucket in self.buckets]
-        is_stateless = self.divides_gradients or isinstance(self.optimizer, torch.optim.SGD)
+        self._velocities: dict[torch.Tensor, Any] = {}
+        """By parameter, where the party divides all other state."""
         self._outer = [
-            OuterStep(one, self.optimizer, outer, is_stateless=is_stateless)
-            for one in self.buckets
-            if outer is not None
+            OuterStep(one, self.optimizer, outer, self.whole_state) for one in self.buckets if outer is not None
         ]
         self._flight: Round | None = None
         """What is on its way."""
@@ -280,9 +286,14 @@ class LocalStepsUpdater(WholeUpdater):
         return self._party.divided_gradients
 
     @property
-    def num_state_bytes(self) -> int:
-        """Memory of what the user's optimizer keeps, and of this rank's part of what the party divides."""
-        return super().num_state_bytes + (self._party.num_state_bytes if self.divides_gradients else 0)
+    def state(self) -> Mapping[torch.Tensor, Any]:
+        """The party's, and velocities."""
+        return {**self._velocities, **self._party.state} if self.divides_gradients else self._party.state
+
+    @property
+    def whole_state(self) -> MutableMapping[torch.Tensor, Any]:
+        """Velocities alone where the party divides all else: a user's optimizer would take them for its own state."""
+        return self._velocities if self.divides_gradients else self.optimizer.state
 
     def begin_backward(self) -> None:
         """Let the party combine gradients."""
@@ -296,6 +307,8 @@ class LocalStepsUpdater(WholeUpdater):
     def finish_backward(self, report: PendingReport) -> Sequence[bool] | None:
         """Take the party's gradients, and note how many samples are behind them."""
         present = self._party.finish_backward(report)
+        if present is None:  # a party that divides waits in its step
+            report.wait()
         self._weight = report.total / len(report.ranks or self._ranks)
         return present
 
@@ -378,7 +391,7 @@ class LocalStepsUpdater(WholeUpdater):
         """Return what this rank saves of its party's state: that of the first under plain keys; a velocity once."""
         entries, number = self._party.state_entries(), self._party_number
         if self.divides_gradients:
-            entries += super().state_entries()  # the velocity alone is in the user's optimizer then
+            entries += super().state_entries()
         return [
             replace(entry, key=key_of_rank(entry.key, number))
             for entry in entries

@@ -15,7 +15,7 @@ which does the work for one model. The seams to PyTorch call the updater, on the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -358,9 +358,14 @@ class Updater(ABC):
         return self.optimizer.state
 
     @property
+    def whole_state(self) -> MutableMapping[torch.Tensor, Any]:
+        """What of it every rank keeps whole, by parameter; what is written there counts, with rules that keep some."""
+        return {}
+
+    @property
     def num_state_bytes(self) -> int:
         """Bytes of the optimizer state that this rank keeps."""
-        return num_state_bytes(self.optimizer)
+        return num_state_bytes(self.state)
 
     @abstractmethod
     def state_entries(self) -> list[StateEntry]:
@@ -406,6 +411,11 @@ class WholeUpdater(Updater):
 
     defers_parameters = False
 
+    @property
+    def whole_state(self) -> MutableMapping[torch.Tensor, Any]:
+        """All of it."""
+        return self.optimizer.state
+
     def progress(self) -> str:
         """Say in a line what this rule counts; empty if that is nothing."""
         counted = self.statistics()
@@ -421,7 +431,7 @@ class WholeUpdater(Updater):
         return [
             entry
             for _, slot, tensor in placed(self.buckets)
-            for entry in parameter_entries(slot, self._saved(self.optimizer.state.get(tensor, {})))
+            for entry in parameter_entries(slot, self._saved(self.whole_state.get(tensor, {})))
         ]
 
     def _saved(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -430,11 +440,11 @@ class WholeUpdater(Updater):
 
     def load_state(self, source: StateSource) -> None:
         """Take the whole state."""
-        self.optimizer.state.clear()
+        self.whole_state.clear()
         for _, slot, tensor in placed(self.buckets):
             state = load_parameter_state(source, slot, tensor)
             if state:
-                self.optimizer.state[tensor] = state
+                self.whole_state[tensor] = state
 
 
 class UpdateRule(Protocol):

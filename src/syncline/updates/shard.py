@@ -181,7 +181,7 @@ class Shard:
     @property
     def num_state_bytes(self) -> int:
         """Memory of the optimizer state."""
-        return 0 if self._inner is None else num_state_bytes(self._inner)
+        return 0 if self._inner is None else num_state_bytes(self._inner.state)
 
     def scale(self, factors: Sequence[float]) -> None:
         """Multiply the owned gradients by their parameter's factor (by position), in place."""

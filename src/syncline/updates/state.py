@@ -179,12 +179,12 @@ def is_elementwise(key: str, value: Any, shape: Sequence[int]) -> bool:
     return value.dim() > 0 or key not in SINGLE_VALUES
 
 
-def num_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the memory of all tensors in the state of ``optimizer``."""
+def num_state_bytes(state: Mapping[torch.Tensor, Any]) -> int:
+    """Return the memory of all tensors in the state of an optimizer."""
     return sum(
         value.numel() * value.element_size()
-        for state in optimizer.state.values()
-        for value in state.values()
+        for values in state.values()
+        for value in values.values()
         if isinstance(value, torch.Tensor)
     )
 
