@@ -24,6 +24,7 @@ TRAINERS: dict[str, Any] = {
     "Sharded(spares=1, overlap_forward=True)": Sharded(spares=1, overlap_forward=True),
     'Sharded(compress="int8")': Sharded(compress="int8"),
     "LocalSteps()": LocalSteps(),
+    "LocalSteps(within=Sharded())": LocalSteps(within=Sharded()),
     "Overlapped()": Overlapped(),
     "Clustered()": Clustered(features=()),
     "phase()": OF_PHASE,

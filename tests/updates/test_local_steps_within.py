@@ -88,10 +88,12 @@ class Uneven(nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        torch.manual_seed(3)
         self.wide, self.deep = nn.Linear(6, 41, dtype=dtype), nn.Linear(41, 3, bias=False, dtype=dtype)
         self.scale, self.never = nn.Parameter(torch.ones(1, dtype=dtype)), nn.Parameter(torch.ones(5, dtype=dtype))
         self.is_scaled = False
+        generator = torch.Generator().manual_seed(3)
+        for parameter in (*self.wide.parameters(), *self.deep.parameters()):
+            nn.init.normal_(parameter, std=0.4, generator=generator)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs = self.deep(torch.tanh(self.wide(inputs)))
@@ -123,10 +125,23 @@ def test_parameters_of_other_sizes_and_types_that_are_not_always_used(dtype: tor
     for expected, values in zip(whole, divided, strict=True):
         for one, other in zip(expected, values, strict=True):
             if dtype is torch.bfloat16 and align == "element":  # whose kernels, too, round otherwise at the end
-                assert torch.allclose(one, other, rtol=2**-7, atol=2**-9)
+                assert torch.allclose(one, other, rtol=0, atol=2**-5)
             else:
                 assert torch.equal(one, other)
         assert bool((values[-1][1:6] == 1).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_ranks_of_a_party_train_as_a_job_of_them_alone_to_the_bit(dtype: torch.dtype) -> None:
+    def body(fleet, rule):
+        model, optimizer = start(fleet, rule, make_adam, Uneven(dtype))
+        return train(fleet, model, optimizer, range(6), dtype)
+
+    together = run_fleets(2, lambda fleet: body(fleet, DIVIDED))[0]
+    a0, a1, b0, _ = run_fleets(TWO_SITES, lambda fleet: body(fleet, LocalSteps(within=DIVIDED, period=100)))
+    assert all(torch.equal(one, other) for one, other in zip(together, a0, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(together, a1, strict=True))
+    assert not torch.equal(a0[-1], b0[-1])
 
 
 @pytest.mark.filterwarnings("ignore:NaN or infinity began")
@@ -254,7 +269,9 @@ def test_a_checkpoint_goes_to_other_parties_which_have_one_state_each(before, af
     assert all(torch.equal(ended, loaded[0][2]) for _, _, ended in loaded)
 
 
-@pytest.mark.parametrize("options", [{"period": "auto"}, {"compress": "int8"}, {"parties": ["wide-area"]}, {"parties": ["a", "b0", "b1"]}])
+@pytest.mark.parametrize(
+    "options", [{"period": "auto"}, {"compress": "int8"}, {"parties": ["wide-area"]}, {"parties": ["a", "b0", "b1"]}]
+)
 def test_what_else_may_be_asked_for_goes_with_it(options) -> None:
     def body(fleet):
         model, optimizer = start(

@@ -175,7 +175,9 @@ class LocalStepsStatistics:
 class LoneUpdater(WholeUpdater):
     """That of a party of one rank: nothing is combined."""
 
-    is_synchronous = False
+    def make_reports(self) -> LocalReports:
+        """Tell nobody."""
+        return LocalReports()
 
     def begin_backward(self) -> None:
         """There is nothing to make ready."""
@@ -220,7 +222,7 @@ class LocalStepsUpdater(WholeUpdater):
         pace: Pace,
     ) -> None:
         super().__init__(setting)
-        self._setting, self._within, self._overlaps = setting, within, overlap
+        self._setting, self._within, self._outer_rule, self._overlaps = setting, within, outer, overlap
         number = min(fragments, USUAL if period == "auto" else period)
         self.parties = find_parties(self.collectives.communicator.topology, parties)
         self._ranks = next(ranks for ranks in self.parties if self.collectives.rank in ranks)
@@ -228,23 +230,16 @@ class LocalStepsUpdater(WholeUpdater):
         self._num_group_streams = 2 + len(self.buckets) if max(map(len, self.parties)) > 1 else 0
         """Of a party's communicator; every rank takes as many, also one that is a party by itself."""
         streams = self._reserve(self._num_group_streams)
-        self._party: Updater = (
-            self._open_party(streams) if len(self._ranks) > 1 else LoneUpdater(replace(setting, reports=None))
-        )
-        """Makes the steps of the ranks that make the same ones."""
+        self._party: Updater = self._open_party(streams) if len(self._ranks) > 1 else LoneUpdater(setting)
         self.divides_gradients = self._party.divides_gradients
         self._parts = _cut(self.buckets, 1 if self.collectives.crossing is not None else number)
         self._smallest = _divide(self._parts, number)
         """Fragments as a usual period has them; a shorter one has fewer, each of several of these."""
         self._fragments = _join(self._smallest, self._period.num_fragments(number))
         self._control, self._part_collectives = self._open_ways()
-        """What rounds are told by, and what moves their parts."""
         self._starts = [bucket.parameters.clone() for bucket in self.buckets]
         self._velocities: dict[torch.Tensor, Any] = {}
-        """By parameter, where the party divides all other state."""
-        self._outer = [
-            OuterStep(one, self.optimizer, outer, self.whole_state) for one in self.buckets if outer is not None
-        ]
+        self._outer = [OuterStep(one, self.optimizer, outer, self.whole_state) for one in self.buckets if outer]
         self._flight: Round | None = None
         """What is on its way."""
         self._next_round = 0
@@ -258,8 +253,7 @@ class LocalStepsUpdater(WholeUpdater):
         """By fragment, the samples and the steps since its last round."""
         self._first_step = 0
         """After which rounds are counted with the period that there is now."""
-        self._began_s, self._held_up_s, self._began_step = time.monotonic(), 0.0, 0
-        """When the period began to be judged, for how long rounds have held up steps since, and after which step."""
+        self._begin_judging(after=0)
         self._told_party: Sequence[int] = self._ranks
         """This party, as ranks were numbered when the round under way began."""
         self._counts = LocalStepsStatistics(
@@ -447,6 +441,7 @@ class LocalStepsUpdater(WholeUpdater):
         return (step - self._first_step) * len(self._fragments) // self._period.own_steps
 
     def _begin_judging(self, *, after: int) -> None:
+        """Note when the period begins to be judged, and after which step; for how long rounds hold it up from there."""
         self._began_s, self._held_up_s, self._began_step = time.monotonic(), 0.0, after
 
     def _judge(self, told: torch.Tensor) -> None:
@@ -532,7 +527,12 @@ class LocalStepsUpdater(WholeUpdater):
         most = None
         if options.is_divided:
             most = most_shares(
-                group.topology, plans, self.optimizer, num_copies=options.num_copies, tells=group.rank == 0
+                group.topology,
+                plans,
+                self.optimizer,
+                num_copies=options.num_copies,
+                num_beside=1 if self._outer_rule is None else 2,  # of starts and velocities
+                tells=group.rank == 0,
             )
         return group, plan_bucket_schedules(group, plans, options, first_stream=streams[2], most=most, is_together=True)
 

@@ -63,13 +63,14 @@ def most_shares(
     *,
     num_copies: int,
     num_owners: int = 1,
+    num_beside: int = 0,
     tells: bool,
 ) -> tuple[float, ...] | None:
     """Return the share of the state that each rank has room for; None if nothing is known that would limit it.
 
     A host's memory holds the parameters and the gradients of each of its ranks, with ``num_copies`` of the former and
-    of the latter, and what is left is for state, of which each element has ``num_owners``; activations and
-    the program itself are not counted. Raises :class:`ConfigurationError` if all hosts together have no room for the
+    of the latter, and ``num_beside`` other copies of the parameters; what is left is for state, of which each element
+    has ``num_owners``; activations and the program itself are not counted. Raises :class:`ConfigurationError` if all hosts together have no room for the
     state.
     """
     if all(host.memory_bytes is None for host in topology.hosts):
@@ -84,7 +85,7 @@ def most_shares(
         return None
     if not state_bytes:
         return None
-    fixed_bytes = (num_copies + 1) * sum(plan.num_bytes for plan in plans)
+    fixed_bytes = (num_copies + 1 + num_beside) * sum(plan.num_bytes for plan in plans)
     rooms = [
         _room(topology.host_of(rank), fixed_bytes) / number if number else 0.0
         for rank, number in enumerate(_num_owners(topology))
