@@ -272,6 +272,10 @@ RULES: dict[str, tuple[Any, bool]] = {
     "Sharded(overlap_forward=True)": (syncline.Sharded(bucket_bytes=BUCKET_BYTES, overlap_forward=True), True),
     "Sharded(step_in_backward=True)": (syncline.Sharded(bucket_bytes=BUCKET_BYTES, step_in_backward=True), True),
     "LocalSteps(period=2)": (syncline.LocalSteps(period=2), True),
+    "LocalSteps(within=Sharded())": (
+        syncline.LocalSteps(period=2, parties="host", within=syncline.Sharded(bucket_bytes=BUCKET_BYTES)),
+        True,
+    ),
     "Clustered(period=1)": (syncline.Clustered(period=1, clusters=1, features=()), True),
     "Overlapped()": (syncline.Overlapped(bucket_bytes=BUCKET_BYTES), False),
 }

@@ -16,10 +16,12 @@ from syncline.observe import Trace
 from syncline.pytorch.control import synchronize
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
-from syncline.updates import AllReduce, Sharded, UpdateRule
+from syncline.updates import AllReduce, LocalSteps, Sharded, UpdateRule
 
-RULES: list[UpdateRule] = [Sharded(bucket_bytes=1000), AllReduce(bucket_bytes=1000)]
-by_rule = pytest.mark.parametrize("rule", RULES, ids=["sharded", "all_reduce"])
+WITHIN = LocalSteps(period=100, parties=0, within=Sharded(bucket_bytes=1000))
+"""One party, which divides what ``Sharded()`` does."""
+RULES: list[UpdateRule] = [Sharded(bucket_bytes=1000), AllReduce(bucket_bytes=1000), WITHIN]
+by_rule = pytest.mark.parametrize("rule", RULES, ids=["sharded", "all_reduce", "within"])
 CASE = CASES["perceptron"]
 PARTS = [3, 5]
 

@@ -18,7 +18,7 @@ from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.tensors.device_copies import CopyKind
-from syncline.updates import AllReduce, Clustered, Sharded, UpdateRule, bucket as bucket_module
+from syncline.updates import AllReduce, Clustered, LocalSteps, Sharded, UpdateRule, bucket as bucket_module
 from thread_device import ThreadDevice
 
 RULES: dict[str, UpdateRule] = {
@@ -27,6 +27,7 @@ RULES: dict[str, UpdateRule] = {
     "step_in_backward": Sharded(bucket_bytes=2000, step_in_backward=True),
     "whole_parameters": Sharded(align="parameter", bucket_bytes=2000),
     "all_reduce": AllReduce(bucket_bytes=2000),
+    "within": LocalSteps(period=2, parties=[(0, 1)], within=Sharded(bucket_bytes=2000)),  # whose rounds change nothing
     "clustered": Clustered(period=1, clusters=1, features=()),
 }
 PARTS = [3, 5]

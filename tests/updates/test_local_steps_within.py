@@ -18,7 +18,7 @@ from syncline.errors import ConfigurationError, PeerLostError, UpdateError
 from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
 from syncline.pytorch.distribute import distribute
 from syncline.topology import Topology
-from syncline.updates import AllReduce, LocalSteps, Nesterov, Sharded
+from syncline.updates import AllReduce, LocalSteps, Nesterov, Sharded, matrix_cost
 from thread_fleets import run_fleets
 
 TWO_SITES = Topology.parse("""
@@ -270,13 +270,19 @@ def test_a_checkpoint_goes_to_other_parties_which_have_one_state_each(before, af
 
 
 @pytest.mark.parametrize(
-    "options", [{"period": "auto"}, {"compress": "int8"}, {"parties": ["wide-area"]}, {"parties": ["a", "b0", "b1"]}]
+    "options",
+    [
+        {"period": "auto"},
+        {"compress": "int8"},
+        {"parties": ["wide-area"]},
+        {"parties": ["a", "b0", "b1"]},
+        {"within": Sharded(align="parameter", cost=matrix_cost, portions="fastest", slice_bytes=64)},
+    ],
 )
 def test_what_else_may_be_asked_for_goes_with_it(options) -> None:
     def body(fleet):
-        model, optimizer = start(
-            fleet, LocalSteps(within=DIVIDED, **{"period": 4, **options}), model=make_model(torch.float32)
-        )
+        rule = LocalSteps(**{"period": 4, "within": DIVIDED, **options})
+        model, optimizer = start(fleet, rule, model=make_model(torch.float32))
         before = train(fleet, model, optimizer, range(19), torch.float32)[-1]
         optimizer.end_period()
         return before, parameters_of(model), optimizer.num_state_bytes, optimizer.statistics().parties

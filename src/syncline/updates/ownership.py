@@ -70,8 +70,8 @@ def most_shares(
 
     A host's memory holds the parameters and the gradients of each of its ranks, with ``num_copies`` of the former and
     of the latter, and ``num_beside`` other copies of the parameters; what is left is for state, of which each element
-    has ``num_owners``; activations and the program itself are not counted. Raises :class:`ConfigurationError` if all hosts together have no room for the
-    state.
+    has ``num_owners``; activations and the program itself are not counted. Raises :class:`ConfigurationError` if all
+    hosts together have no room for the state.
     """
     if all(host.memory_bytes is None for host in topology.hosts):
         return None
