@@ -37,6 +37,7 @@ from syncline.bench.ranks.learning import TASKS, LearningTask, make_rule
 from syncline.cli.convergence import StepPredictor
 from syncline.cli.launcher.scratch import shared_secret
 from syncline.lab import operations
+from syncline.schedule.period import LEAST_STEPS
 from syncline.topology import Topology
 
 COMPUTE_S, FORWARD_PART, WAITED_PART = 0.1, 1 / 3, 0.9
@@ -68,6 +69,8 @@ def train(task: LearningTask, method: Method, num_steps: int, compute_s: float) 
         optimizer.zero_grad()
         if step % EVERY == 0:
             kept.append((time.monotonic(), flat(task.model)))
+    if method.name != REFERENCE:
+        optimizer.end_period()  # who has made its steps follows the others' rounds
     return kept
 
 
@@ -90,7 +93,8 @@ def run_rank(row: dict[str, Any], num_steps: int, folder: Path) -> None:
     with syncline.init() as fleet:
         speed = find_network(row["network"]).speeds[fleet.topology.host_of(fleet.rank).name]
         compute_s = row["slowly"] * COMPUTE_S / speed
-        num_steps = int(num_steps * speed) if method == OWN_PACE else num_steps
+        if method == OWN_PACE:
+            num_steps = LEAST_STEPS + int((num_steps - LEAST_STEPS) * speed)  # before, paces are not known
         task = TASKS[task_name](fleet.rank, fleet.world_size, seed)
         kept = train(task, BY_NAME[method], num_steps, compute_s)
         torch.save(kept, folder / f"{fleet.rank}.pt")
@@ -105,9 +109,8 @@ def judge(task_name: str, seed: int, ranks: list[Any]) -> list[tuple[float, int,
     sizes = [parameter.numel() for parameter in task.model.parameters()]
     begun_s = max(kept[0][0] for kept in ranks)
     curve = []
-    longest = max(map(len, ranks)) - 1
-    for index in range(1, longest + 1):
-        now = [kept[index * (len(kept) - 1) // longest] for kept in ranks]
+    for index, (now_s, _) in enumerate(max(ranks, key=len)[1:], start=1):
+        now = [min(kept[1:], key=lambda entry: abs(entry[0] - now_s)) for kept in ranks]
         mean = torch.stack([parameters for _, parameters in now]).mean(0)
         for parameter, values in zip(task.model.parameters(), torch.split(mean, sizes), strict=True):
             parameter.copy_(values.view_as(parameter))
