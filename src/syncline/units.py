@@ -1,7 +1,7 @@
-"""Quantities that people write, "10 Gbit/s", "64 MiB", "5 ms" and "3 GHz": parsed and printed here and nowhere else.
+"""Quantities that people write, "10 Gbit/s", "64 MiB", "5 ms", "3 GHz" and "0.2 %": parsed and printed here alone.
 
-Inside Syncline a rate is bytes per second (float), a size is bytes (int), a duration is seconds (float) and a frequency
-is hertz (float).
+Inside Syncline a rate is bytes per second (float), a size is bytes (int), a duration is seconds (float), a frequency is
+hertz (float) and a share is a part of one (float).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from fractions import Fraction
 
 from syncline.errors import UnitError
@@ -33,6 +34,7 @@ _DURATIONS = {
     "h": Fraction(3600),
 }
 _FREQUENCIES = {f"{prefix}Hz": Fraction(_DECIMAL[prefix]) for prefix in ("", "k", "M", "G")}
+_SHARES = {"%": Fraction(1, 100)}
 _QUANTITY = re.compile(r"(?P<number>\d+(?:\.\d+)?(?:e[+-]?\d{1,3})?) ?(?P<unit>[^\s\d].*)", re.ASCII)
 _MAX_LENGTH = 64  # nobody writes a longer quantity, and a number of a million digits takes long to parse
 
@@ -65,6 +67,11 @@ def parse_frequency(text: object) -> float:
     return float(_parse(text, "frequency", _FREQUENCIES, "3 GHz"))
 
 
+def parse_share(text: object) -> float:
+    """Part of one of a share such as ``"0.2 %"``."""
+    return float(_parse(text, "share", _SHARES, "0.2 %"))
+
+
 def format_rate(bytes_per_s: float, *, exact: bool = False) -> str:
     """Spell a rate in bits per second, with four digits, or so that it parses to the very same number."""
     if math.isinf(bytes_per_s):
@@ -88,6 +95,11 @@ def format_duration(seconds: float, *, exact: bool = False) -> str:
 def format_frequency(hertz: float) -> str:
     """Spell a frequency: ``"2.4 GHz"``."""
     return _format(hertz, _FREQUENCIES)
+
+
+def format_share(share: float) -> str:
+    """Spell a part of one in per cent, so that it parses to the very same number: ``"0.2 %"``."""
+    return f"{Decimal(repr(share)).scaleb(2):f} %"
 
 
 def counted(number: int, noun: str) -> str:

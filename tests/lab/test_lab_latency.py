@@ -1,7 +1,10 @@
-"""Links with a latency: packets take so long, at the rate that the link has, and nothing is left of who holds them."""
+"""Links with a latency, or with losses: packets take so long, at the rate that the link has, and that share is lost."""
 
+import random
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack, suppress
 
 import psutil
 import pytest
@@ -72,6 +75,69 @@ def test_where_no_interface_can_be_made_latency_is_left_out_and_that_is_said(mon
         assert processes_in([lab.plan.switch_namespace]) == set()
         assert lab.notes[0].startswith("The latency of a, h2 is left out")
         assert round_trip_s(lab, "h0", "h2") < 0.040
+
+
+LOSING = "{switch: s, children: [{host: h0, uplink: {rate: 1 Gbit/s, loss: 5 %}}, {host: h1, uplink: 1 Gbit/s}]}"
+NUM_PACKETS = 400
+
+
+def way(source, sink, *, seed="d0", loss_share=0.05):
+    return latency.Way(source.fileno(), sink.fileno(), 0.0, loss_share, random.Random(seed))
+
+
+def passed(num_packets, **settings):
+    """Return the numbers of the packets that a way passes on."""
+    with ExitStack() as stack:
+        ends = [stack.enter_context(end) for _ in range(2) for end in socket.socketpair(type=socket.SOCK_DGRAM)]
+        source, into, out, sink = ends
+        for end in ends:
+            end.setblocking(False)
+        one, numbers = way(into, out, **settings), []
+        for number in range(num_packets):
+            source.send(number.to_bytes(4, "big"))
+            one.take()
+            one.deliver()
+            with suppress(BlockingIOError):
+                numbers.append(int.from_bytes(sink.recv(4), "big"))
+    return numbers
+
+
+def test_a_way_loses_its_share_of_packets_and_the_same_ones_for_a_seed():
+    numbers = passed(4000)
+    assert 3750 < len(numbers) < 3850, "one of twenty is lost"
+    assert numbers == sorted(numbers) == passed(4000)
+    assert numbers != passed(4000, seed="ld0")
+    assert passed(1000, loss_share=0.0) == list(range(1000))
+
+
+RECEIVE_NUMBERS = """
+import socket, sys
+one = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+one.bind(("0.0.0.0", 7000))
+print("listening", flush=True)
+print(*(int(one.recv(100)) for _ in range(int(sys.argv[1]))))
+"""
+SEND_NUMBERS = f"""
+import socket, sys
+one = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+for number in range({NUM_PACKETS}):
+    one.sendto(str(number).encode(), (sys.argv[1], 7000))
+"""
+
+
+def test_a_link_of_the_lab_loses_those_packets_that_its_seed_says():
+    generator = random.Random("ld0")
+    expected = [number for number in range(NUM_PACKETS) if generator.random() >= 0.05]
+    assert len(expected) < NUM_PACKETS
+    with Lab(Topology.parse(LOSING)) as lab:
+        receive = [sys.executable, "-c", RECEIVE_NUMBERS, str(len(expected))]
+        receiving = lab.spawn("h1", receive, stdout=subprocess.PIPE, text=True)
+        assert receiving.stdout.readline() == "listening\n"
+        lab.spawn("h0", [sys.executable, "-c", SEND_NUMBERS, lab.plan.host("h1").address]).wait(timeout=DEADLINE_S)
+        told = receiving.communicate(timeout=DEADLINE_S)[0]
+        send(lab, "h0", "h1")
+    assert [int(number) for number in told.split()] == expected
 
 
 @pytest.mark.parametrize("links", ['[["one", "two"]]', "[[]]", "no"])

@@ -21,7 +21,7 @@ switch: core
 children:
   - {host: "a[1-2]", uplink: 1 Gbit/s}
   - switch: rack
-    uplink: {up: 100 MB/s, down: 200 MB/s, latency: 5 ms}
+    uplink: {up: 100 MB/s, down: 200 MB/s, latency: 5 ms, loss: 0.2 %}
     children:
       - host: b
         uplink: {rate: 1 MB/s}
@@ -34,7 +34,7 @@ children:
     assert [host.name for host in topology.hosts] == ["a1", "a2", "b"]
     assert topology.ranks_of("b") == (2, 3)
     links = dict(topology.links())
-    assert links["rack"] == Link(up_bytes_per_s=1e8, down_bytes_per_s=2e8, latency_s=0.005)
+    assert links["rack"] == Link(up_bytes_per_s=1e8, down_bytes_per_s=2e8, latency_s=0.005, loss_share=0.002)
     assert links["rank 2"] == Link.symmetric(1e9)
     assert links["rank 3"] == Link.unlimited()
     assert topology.hosts[2].features == {"gpu": "a100", "memory_gib": 40.0}
@@ -112,6 +112,8 @@ SOCKET = "children:\n" + SOCKET_LINE
         (HEAD + "  - {host: h0, uplink: 10}\n", 3, "link rate 10 is not a rate"),
         (HEAD + "  - host: h0\n    uplink: {up: 1 GB/s}\n", 4, "a link needs either 'rate', or both 'up' and 'down'"),
         (HEAD + "  - host: h0\n    uplink: {rate: 1 GB/s, latency: 5}\n", 4, "link latency 5 is not a duration"),
+        (HEAD + "  - host: h0\n    uplink: {rate: 1 GB/s, loss: 1}\n", 4, "link loss 1 is not a share"),
+        (HEAD + "  - host: h0\n    uplink: {rate: 1 GB/s, loss: 100 %}\n", 4, "link loss '100 %' is all"),
         (HEAD + "  - host: h0\n", 3, "key 'uplink' is missing"),
         (HEAD + "  - {uplink: 1 GB/s}\n", 3, "this entry is neither a host nor a switch"),
         (HEAD + "  - 7\n", 3, "this entry is neither a host nor a switch"),

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
@@ -131,6 +132,7 @@ def test_a_thousand_ranks_are_quick_enough_to_route():
             "Link: down_bytes_per_s must be a number above 0, not",
         ),
         (lambda: Link.symmetric(1.0, latency_s=-1.0), "Link: latency_s must be a number from 0 up, finite, not -1.0"),
+        (lambda: replace(Link.unlimited(), loss_share=1.0), "Link: loss_share must be"),
         (lambda: Switch(name="s", link=None, children=()), "switch 's' is empty"),
         (lambda: host("h"), "host 'h' has no rank"),
         (
@@ -187,14 +189,14 @@ def test_render():
     topology = Topology.parse(
         "topology: t\nswitch: core\nchildren:\n"
         "  - {host: a, uplink: {up: 1 Gbit/s, down: 2 Gbit/s}, ranks: 3, features: {gpu: x, memory: 5}}\n"
-        "  - {switch: rack, uplink: {rate: 20 Mbit/s, latency: 10 ms},"
+        "  - {switch: rack, uplink: {rate: 20 Mbit/s, latency: 10 ms, loss: 0.2 %},"
         " children: [{host: b, uplink: unlimited, local: 1 GB/s}]}\n"
     )
     assert topology.render().splitlines() == [
         "t: 4 ranks on 2 hosts",
         "core",
         "├── a               up 1 Gbit/s, down 2 Gbit/s  ranks 0 to 2  gpu=x, memory=5",
-        "└── rack            20 Mbit/s, 10 ms",
+        "└── rack            20 Mbit/s, 10 ms, 0.2 % lost",
         "    └── b           unlimited",
         "        └── rank 3  8 Gbit/s",
     ]

@@ -9,7 +9,8 @@ from syncline.topology import Host, Link, Rank, Socket, Switch, Topology
 
 rates = st.floats(min_value=1e-3, max_value=1e15) | st.just(math.inf)
 latencies = st.just(0.0) | st.floats(min_value=1e-9, max_value=10.0)
-links = st.builds(Link, up_bytes_per_s=rates, down_bytes_per_s=rates, latency_s=latencies)
+losses = st.just(0.0) | st.floats(min_value=1e-9, max_value=0.99)
+links = st.builds(Link, up_bytes_per_s=rates, down_bytes_per_s=rates, latency_s=latencies, loss_share=losses)
 features = st.dictionaries(
     st.text(min_size=1, max_size=5), st.floats(allow_nan=False) | st.text(max_size=5), max_size=2
 )

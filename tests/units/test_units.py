@@ -10,10 +10,12 @@ from syncline.units import (
     format_duration,
     format_frequency,
     format_rate,
+    format_share,
     format_size,
     parse_duration,
     parse_frequency,
     parse_rate,
+    parse_share,
     parse_size,
 )
 
@@ -55,6 +57,11 @@ def test_frequencies(text, hertz):
     assert parse_frequency(text) == hertz
 
 
+@pytest.mark.parametrize(("text", "share"), [("0.2 %", 0.002), ("1%", 0.01), ("0 %", 0.0), ("100 %", 1.0)])
+def test_shares(text, share):
+    assert parse_share(text) == share
+
+
 @pytest.mark.parametrize(
     ("parse", "text", "message"),
     [
@@ -69,6 +76,7 @@ def test_frequencies(text, hertz):
         (parse_size, "7 furlongs", "'7 furlongs' is not a size; write it in one of B, kB, MB, GB, TB"),
         (parse_duration, "5 msec", "'5 msec' is not a duration; write '5 ms'"),
         (parse_frequency, "3 ghz", "'3 ghz' is not a frequency; write '3 GHz'"),
+        (parse_share, 0.2, "0.2 is not a share; write a number and its unit, such as '0.2 %'"),
         (parse_duration, None, "None is not a duration; write a number and its unit, such as '5 ms'"),
     ],
 )
@@ -80,7 +88,7 @@ def test_slips_are_named_with_their_remedy(parse, text, message):
 
 @given(st.text(max_size=80))
 def test_any_text_is_a_quantity_or_a_unit_error(text):
-    for parse in (parse_rate, parse_size, parse_duration, parse_frequency):
+    for parse in (parse_rate, parse_size, parse_duration, parse_frequency, parse_share):
         message = ""
         try:
             parse(text)
@@ -93,6 +101,11 @@ def test_any_text_is_a_quantity_or_a_unit_error(text):
 def test_exact_spelling_parses_to_the_same_number(number):
     assert parse_rate(format_rate(number, exact=True)) == number
     assert parse_duration(format_duration(number, exact=True)) == number
+
+
+@given(st.floats(min_value=1e-12, max_value=1.0))
+def test_shares_parse_to_the_same_number(share):
+    assert parse_share(format_share(share)) == share
 
 
 @given(st.floats(min_value=1e-3, max_value=1e20))
@@ -108,4 +121,5 @@ def test_spelling_for_people():
     assert format_size(100) == "100 B"
     assert format_duration(0.005) == "5 ms"
     assert format_frequency(2.4e9) == "2.4 GHz"
+    assert [format_share(share) for share in (0.002, 0.5, 1e-5)] == ["0.2 %", "50 %", "0.001 %"]
     assert format_duration(0.00025, exact=True) == "250 us"

@@ -44,8 +44,9 @@ class LabSettings(TypedDict, total=False):
 class Lab:
     """A real network on one Linux machine: a namespace for each host, a bridge for each switch, limits on each link.
 
-    Needs root, `ip` and `tc`. Rates are emulated, and latencies of links between hosts (``notes`` says what is left
-    out). Use it as a context manager: at the end every process that runs in it is killed, and everything is removed::
+    Needs root, `ip` and `tc`. Rates are emulated, and latencies and losses of links between hosts (``notes`` says what
+    is left out). Use it as a context manager: at the end every process that runs in it is killed, and everything is
+    removed::
 
         with Lab(Topology.load("two-racks-5-3")) as lab:
             process = lab.spawn("h0", ["python", "train.py"])
@@ -126,10 +127,10 @@ class Lab:
             congestion=self._congestion,
         )
         try:
-            plan = plan_lab(self.topology, lab_id=record.lab_id, network=network, has_latency=latency.is_possible())
+            plan = plan_lab(self.topology, lab_id=record.lab_id, network=network, has_relay=latency.is_possible())
             namespaces, *others = building_batches(plan, self._queues, self._congestion)
             run_batch(namespaces)
-            hold_back(plan.switch_namespace, plan.late_interfaces)
+            hold_back(plan.switch_namespace, plan.relayed_interfaces)
             for batch in others:
                 run_batch(batch)
             if not self._has_packet_filters:

@@ -1,12 +1,14 @@
-"""Links that have a latency: a process holds packets back between two interfaces, as netem would, which kernels lack.
+"""Links that have a latency or lose packets: a process passes packets on, as netem would, which kernels lack.
 
-    python latency.py '[["ld0", "d0", 0.01], ...]'
+    python latency.py '[["ld0", "d0", 0.01, 0.002], ...]'
 
 Each link is two TAP interfaces, which are made in the namespace in which this is started, and may go to others then.
 What leaves one of them enters the other after the link's latency, in seconds, in order; what that one cannot take is
-lost, as on a wire. The program ends when all interfaces are there, and leaves behind a process that serves them until
-it is killed. Rates are limited where packets enter, by the queues of the lab. Nothing is imported but what Python has,
-so that the program is there at once.
+lost, as on a wire. So is the share of packets that the link loses, whatever its load. Each packet has a draw of its
+own, from a generator whose seed is the name of the interface that it left: the third packet that is lost in one lab is
+lost in each. The program ends when all interfaces are there, and leaves behind a process that serves them until it is
+killed. Rates are limited where packets enter, by the queues of the lab. Nothing is imported but what Python has, so
+that the program is there at once.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import contextlib
 import fcntl
 import json
 import os
+import random
 import select
 import struct
 import sys
@@ -30,8 +33,9 @@ _TAP = 0x0002
 _WITHOUT_INFORMATION = 0x1000
 _WITH_OFFLOADS = 0x4000
 """Each packet begins with ten bytes that say what is left to do: checksums, and cuts into frames."""
-_OFFLOADS = 0x01 | 0x02 | 0x04
-"""Checksums, and TCP segments for IPv4 and IPv6: up to 64 KiB pass as one packet, as between veth pairs."""
+_CHECKSUMS, _SEGMENTS = 0x01, 0x02 | 0x04
+"""Left to do, TCP segments for IPv4 and IPv6 pass as one packet of up to 64 KiB, as between veth pairs. A link that
+loses packets takes them one by one, as it would lose 45 at once."""
 _LARGEST_BYTES = 10 + 18 + 65_536
 _NICENESS = -15
 """A process that gets its turn late makes links later than they should be."""
@@ -46,30 +50,33 @@ def is_possible() -> bool:
     return True
 
 
-def _open_interface(name: str) -> int:
+def _open_interface(name: str, offloads: int) -> int:
     """Make a TAP interface in this namespace; return what reads and writes its packets, without waiting."""
     descriptor = os.open(DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     flags = _TAP | _WITHOUT_INFORMATION | _WITH_OFFLOADS
     fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH22x", name.encode(), flags))
-    fcntl.ioctl(descriptor, _TUNSETOFFLOAD, _OFFLOADS)
+    fcntl.ioctl(descriptor, _TUNSETOFFLOAD, offloads)
     return descriptor
 
 
 @dataclass(slots=True)
-class _Way:
+class Way:
     """One direction of a link: where packets come from, where they go, and those that are on their way."""
 
     source: int
     sink: int
     latency_s: float
+    loss_share: float
+    generator: random.Random
     packets: deque[tuple[float, bytes]] = field(default_factory=deque)
 
     def take(self) -> None:
-        """Take all packets that have come."""
+        """Take all packets that have come, but those that are lost."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 packet = os.read(self.source, _LARGEST_BYTES)
-                self.packets.append((time.monotonic() + self.latency_s, packet))
+                if not self.loss_share or self.generator.random() >= self.loss_share:
+                    self.packets.append((time.monotonic() + self.latency_s, packet))
 
     def deliver(self) -> None:
         """Pass on what has been on its way for as long as the link takes."""
@@ -79,7 +86,7 @@ class _Way:
                 os.write(self.sink, packet)
 
 
-def _serve(ways: Mapping[int, _Way]) -> None:
+def _serve(ways: Mapping[int, Way]) -> None:
     """Pass packets on, for ever; ``ways`` by where their packets come from."""
     while True:
         due = min((way.packets[0][0] for way in ways.values() if way.packets), default=None)
@@ -106,9 +113,11 @@ def main() -> None:
     """Make the interfaces of all links, and serve them."""
     ways = {}
     try:
-        for lower_name, upper_name, latency_s in json.loads(sys.argv[1]):
-            lower, upper = _open_interface(lower_name), _open_interface(upper_name)
-            ways[lower], ways[upper] = _Way(lower, upper, latency_s), _Way(upper, lower, latency_s)
+        for *names, latency_s, loss_share in json.loads(sys.argv[1]):
+            offloads = _CHECKSUMS if loss_share else _CHECKSUMS | _SEGMENTS
+            lower, upper = (_open_interface(name, offloads) for name in names)
+            for source, sink, name in zip((lower, upper), (upper, lower), names, strict=True):
+                ways[source] = Way(source, sink, latency_s, loss_share, random.Random(name))  # noqa: S311
     except OSError as error:
         sys.exit(f"no TAP interface could be made: {error}")
     _stay_behind()

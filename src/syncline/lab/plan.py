@@ -2,8 +2,8 @@
 
 All is computed from a topology, and nothing is run here. Each host is a network namespace. All switches are bridges in
 one more namespace, so that the machine's own namespace sees nothing of the lab. Each link is a veth pair, or, if it has
-a latency, a pair of interfaces between which a process (:mod:`.latency`) passes packets on; what leaves its lower end
-goes up, what leaves its upper end goes down.
+a latency or loses packets, a pair of interfaces between which a process (:mod:`.latency`) passes packets on; what
+leaves its lower end goes up, what leaves its upper end goes down.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class LabLink:
 
     child: str
     link: Link
-    latency_s: float
-    """That of each direction; 0 where none is emulated."""
+    is_relayed: bool
+    """Whether a process passes its packets on, as it has a latency or loses some, and as this machine can."""
     lower_namespace: str
     lower_interface: str
     lower_bridge: str | None
@@ -56,7 +56,7 @@ class LabLink:
 
     @property
     def first_lower_interface(self) -> str:
-        """What the lower end is called until it is where it belongs, if the link has a latency."""
+        """What the lower end is called until it is where it belongs, if the link is relayed."""
         return f"l{self.upper_interface}"
 
 
@@ -79,10 +79,13 @@ class LabPlan:
         return (self.switch_namespace, *(host.namespace for host in self.hosts))
 
     @property
-    def late_interfaces(self) -> tuple[tuple[str, str, float], ...]:
-        """Both ends of each link that has a latency, as they are first called, and that latency in seconds."""
-        late = (link for link in self.links if link.latency_s)
-        return tuple((link.first_lower_interface, link.upper_interface, link.latency_s) for link in late)
+    def relayed_interfaces(self) -> tuple[tuple[str, str, float, float], ...]:
+        """Both ends of each relayed link, as they are first called, its latency in seconds, and what share it loses."""
+        relayed = (each for each in self.links if each.is_relayed)
+        return tuple(
+            (each.first_lower_interface, each.upper_interface, each.link.latency_s, each.link.loss_share)
+            for each in relayed
+        )
 
     def host(self, name: str) -> LabHost:
         """Return the host of that name."""
@@ -106,18 +109,21 @@ class LabPlan:
 
     def notes(self) -> tuple[str, ...]:
         """Return what of the topology this lab cannot emulate, in sentences for the user."""
-        late = [link.child for link in self.links if link.link.latency_s and not link.latency_s]
+        left_out = [each for each in self.links if is_relayed(each.link) and not each.is_relayed]
+        late = [each.child for each in left_out if each.link.latency_s]
+        lossy = [each.child for each in left_out if each.link.loss_share]
         nodes = (node for node in self.topology.walk() if isinstance(node, Rank | Socket))
         local = [node.name for node in nodes if node.link != Link.unlimited()]
         notes = []
-        if late:
-            notes.append(f"The latency of {_list_names(late)} is left out: {DEVICE} cannot be opened here.")
+        for names, what in ((late, "latency"), (lossy, "loss")):
+            if names:
+                notes.append(f"The {what} of {_list_names(names)} is left out: {DEVICE} cannot be opened here.")
         if local:
             notes.append(f"Ranks of one host talk over its loopback: the rates of {_list_names(local)} are left out.")
         return tuple(notes)
 
 
-def plan_lab(topology: Topology, *, lab_id: str, network: ipaddress.IPv4Network, has_latency: bool = True) -> LabPlan:
+def plan_lab(topology: Topology, *, lab_id: str, network: ipaddress.IPv4Network, has_relay: bool = True) -> LabPlan:
     """Give every node its namespace, interfaces and address."""
     if len(topology.hosts) > network.num_addresses - 2:
         raise LabError(
@@ -129,7 +135,7 @@ def plan_lab(topology: Topology, *, lab_id: str, network: ipaddress.IPv4Network,
     namespace = _namespace(lab_id, _SWITCHES)
     nodes = [node for node in topology.walk() if isinstance(node, Switch | Host) and node.link is not None]
     links = (_plan_link(node, index, topology, bridges, namespace, lab_id) for index, node in enumerate(nodes))
-    links = (link if has_latency else replace(link, latency_s=0.0) for link in links)
+    links = (link if has_relay else replace(link, is_relayed=False) for link in links)
     return LabPlan(
         lab_id=lab_id,
         topology=topology,
@@ -176,13 +182,18 @@ def _plan_link(
     return LabLink(
         child=node.name,
         link=node.link,
-        latency_s=node.link.latency_s,
+        is_relayed=is_relayed(node.link),
         lower_namespace=_namespace(lab_id, node.name) if is_host else switch_namespace,
         lower_interface=HOST_INTERFACE if is_host else f"u{index}",
         lower_bridge=None if is_host else bridges[node.name],
         upper_interface=f"d{index}",
         upper_bridge=bridges[parent.name],
     )
+
+
+def is_relayed(link: Link) -> bool:
+    """Return whether a link does what pairs of interfaces do not."""
+    return link.latency_s > 0 or link.loss_share > 0
 
 
 def lab_id_of(namespace: str) -> str:
@@ -221,7 +232,7 @@ def _switch_lines(plan: LabPlan) -> Iterator[str]:
         yield f"link set dev {bridge} up"
     for link in plan.links:
         lower = f"{link.lower_interface} netns {link.lower_namespace}"
-        if link.latency_s:
+        if link.is_relayed:
             yield f"link set dev {link.first_lower_interface} name {lower}"
         else:
             yield f"link add name {link.upper_interface} type veth peer name {lower}"

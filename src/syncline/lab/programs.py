@@ -29,7 +29,12 @@ _REMEDIES = (  # in the failed command, in what the program said, what is missin
     (r" bfifo", r"kind is unknown|No such file", "the byte queue", "CONFIG_NET_SCH_FIFO"),
     (r" pfifo", r"kind is unknown|No such file", "the packet queue", "CONFIG_NET_SCH_FIFO"),
     (r" u32", r"not found|No such file", "the u32 classifier", "CONFIG_NET_CLS_U32, modprobe cls_u32"),
-    (r"latency", r"TAP interface", "TAP interfaces", "CONFIG_TUN, modprobe tun; or leave latency out of the topology"),
+    (
+        r"latency",
+        r"TAP interface",
+        "TAP interfaces",
+        "CONFIG_TUN, modprobe tun; or leave latency and loss out of the topology",
+    ),
     (r"netns", r"Invalid argument|not implemented", "network namespaces", "CONFIG_NET_NS"),
 )
 
@@ -74,8 +79,8 @@ def run_program(*argv: str) -> str:
     return result.stdout
 
 
-def hold_back(namespace: str, links: Sequence[tuple[str, str, float]]) -> None:
-    """Make pairs of interfaces in a namespace, and leave a process in it that passes packets on, late by seconds."""
+def hold_back(namespace: str, links: Sequence[tuple[str, str, float, float]]) -> None:
+    """Make pairs of interfaces in a namespace, and leave a process in it that passes packets on: late, and not all."""
     if links:
         program = (sys.executable, "-I", "-S", latency.__file__)
         run_program("ip", "netns", "exec", namespace, *program, json.dumps(links))

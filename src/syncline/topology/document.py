@@ -3,7 +3,8 @@
 A host:   {host: h0, uplink: 1 Gbit/s, ranks: 2, local: 40 Gbit/s, features: {gpu: a100, memory_gib: 40}}
           (host: "h[0-4]" stands for five such hosts); also `memory: 64 GB` and `gateway: every`, one, auto or helper
 A socket: {socket: s0, uplink: 20 GB/s, ranks: 2, local: 40 GB/s}, in `children` of a host or socket, for its `ranks`
-A switch: {switch: rack-a, uplink: {up: 1 Gbit/s, down: 2 Gbit/s, latency: 5 us}, children: [...]}
+A switch: {switch: rack-a, uplink: {up: 1 Gbit/s, down: 2 Gbit/s, latency: 5 us, loss: 0.2 %}, children: [...]}
+          (`loss`, of packets in each direction, is for the lab alone)
 The top:  a host or a switch without uplink; beside it `topology` (its name), `rank_numbers` and `priorities`.
 
 Entries are checked one by one by pydantic, and then put together.
@@ -34,7 +35,7 @@ from syncline.priorities.settings import Priorities
 from syncline.topology.host_matching import expand_hostlist
 from syncline.topology.marked import MarkedData, read_marked
 from syncline.topology.tree import Gateway, Host, Link, Rank, Socket, Switch, TopologyParts, check_name, check_num_ranks
-from syncline.units import parse_duration, parse_rate, parse_size
+from syncline.units import parse_duration, parse_rate, parse_share, parse_size
 
 _SHIPPED = Path(__file__).with_name("shipped")
 """Where the topologies that come with Syncline are, each found by its name without a path."""
@@ -54,6 +55,13 @@ def _prefixed(noun: str, parse: Callable[[object], _Quantity]) -> Callable[[obje
     return validate
 
 
+def _share_below_all(value: object) -> float:
+    share = parse_share(value)
+    if share >= 1:
+        raise UnitError(f"{value!r} is all; write a share below 100 %")
+    return share
+
+
 def _positive_rate(value: object) -> float:
     rate = parse_rate(value)
     if rate == 0:
@@ -64,6 +72,7 @@ def _positive_rate(value: object) -> float:
 _RateText = Annotated[float, BeforeValidator(_prefixed("link rate", _positive_rate))]
 _SizeText = Annotated[int, BeforeValidator(_prefixed("size", parse_size))]
 _LatencyText = Annotated[float, BeforeValidator(_prefixed("link latency", parse_duration))]
+_LossText = Annotated[float, BeforeValidator(_prefixed("link loss", _share_below_all))]
 
 
 class _Entry(BaseModel):
@@ -71,12 +80,13 @@ class _Entry(BaseModel):
 
 
 class _LinkEntry(_Entry):
-    """One rate for both directions, or `up` and `down`; and a latency."""
+    """One rate for both directions, or `up` and `down`; a latency, and what an emulated link loses."""
 
     rate: _RateText | None = None
     up: _RateText | None = None
     down: _RateText | None = None
     latency: _LatencyText = 0.0
+    loss: _LossText = 0.0
 
     @model_validator(mode="after")
     def _check_rates(self) -> _LinkEntry:
@@ -90,7 +100,7 @@ class _LinkEntry(_Entry):
         up, down = self.up or self.rate, self.down or self.rate
         assert up is not None
         assert down is not None
-        return Link(up_bytes_per_s=up, down_bytes_per_s=down, latency_s=self.latency)
+        return Link(up_bytes_per_s=up, down_bytes_per_s=down, latency_s=self.latency, loss_share=self.loss)
 
 
 def _mapping_of_link(value: object) -> object:

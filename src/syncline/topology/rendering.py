@@ -9,7 +9,7 @@ import yaml
 
 from syncline.priorities.settings import Priorities
 from syncline.topology.tree import Host, Link, Node, Rank, Socket, Switch, walk
-from syncline.units import counted, format_duration, format_rate, format_size
+from syncline.units import counted, format_duration, format_rate, format_share, format_size
 
 _INDENT = "  "
 
@@ -78,10 +78,11 @@ def _host_notes(host: Host) -> Iterator[str]:
 
 
 def describe_link(link: Link) -> str:
-    """Spell a link: ``"1 Gbit/s"``, ``"up 1 Gbit/s, down 2 Gbit/s, 5 ms"``."""
+    """Spell a link: ``"1 Gbit/s"``, ``"up 1 Gbit/s, down 2 Gbit/s, 5 ms, 0.2 % lost"``."""
     up, down = format_rate(link.up_bytes_per_s), format_rate(link.down_bytes_per_s)
     rates = up if link.up_bytes_per_s == link.down_bytes_per_s else f"up {up}, down {down}"
-    return f"{rates}, {format_duration(link.latency_s)}" if link.latency_s else rates
+    latency = f", {format_duration(link.latency_s)}" if link.latency_s else ""
+    return rates + latency + (f", {format_share(link.loss_share)} lost" if link.loss_share else "")
 
 
 def _spell(numbers: list[int]) -> str:
@@ -157,10 +158,12 @@ def _socket_entry(socket: Socket) -> dict[str, object]:
 
 def _link_entry(link: Link) -> object:
     up, down = (format_rate(rate, exact=True) for rate in (link.up_bytes_per_s, link.down_bytes_per_s))
-    latency = {"latency": format_duration(link.latency_s, exact=True)} if link.latency_s else {}
+    more = {"latency": format_duration(link.latency_s, exact=True)} if link.latency_s else {}
+    if link.loss_share:
+        more["loss"] = format_share(link.loss_share)
     if link.up_bytes_per_s != link.down_bytes_per_s:
-        return {"up": up, "down": down, **latency}
-    return {"rate": up, **latency} if latency else up
+        return {"up": up, "down": down, **more}
+    return {"rate": up, **more} if more else up
 
 
 def _flow(value: object) -> str:

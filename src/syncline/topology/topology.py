@@ -419,6 +419,7 @@ def _canonical(node: Node) -> tuple[object, ...]:
         float(node.link.up_bytes_per_s),
         float(node.link.down_bytes_per_s),
         float(node.link.latency_s),
+        *([float(node.link.loss_share)] if node.link.loss_share else ()),  # so that other trees keep their digests
     )
     features = sorted(node.features.items()) if isinstance(node, Host) else []
     told = (node.memory_bytes, node.gateway) if isinstance(node, Host) else (None, "every")

@@ -32,8 +32,9 @@ MAX_RANKS = 100_000
 class Link:
     """An edge of the tree: its rate in each direction (bytes per second), and its latency in one (seconds).
 
-    A rate of ``math.inf`` says that the link never limits. Raises :class:`TopologyError` for a rate of 0 or less, and a
-    latency that is negative or infinite.
+    A rate of ``math.inf`` says that the link never limits. ``loss_share`` is the part of the packets, in each
+    direction, that an emulated link loses at random, whatever its load; nothing but the lab heeds it. Raises
+    :class:`TopologyError` for a rate of 0 or less, a latency that is negative or infinite, and a loss of all.
 
     >>> Link(up_bytes_per_s=12.5e6, down_bytes_per_s=25e6, latency_s=1e-3).bytes_per_s("down")
     25000000.0
@@ -42,6 +43,7 @@ class Link:
     up_bytes_per_s: Annotated[float, Bounds(above=0)]
     down_bytes_per_s: Annotated[float, Bounds(above=0)]
     latency_s: Annotated[float, Bounds(0, below=math.inf)] = 0.0
+    loss_share: Annotated[float, Bounds(0, below=1)] = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self, TopologyError)
