@@ -37,13 +37,13 @@ def scheduler(window_bytes=100, quantum_bytes=50, **sender_bytes):
     return GrantScheduler(window_bytes, quantum_bytes, sender_bytes=sizes)
 
 
-def share_of(part_bytes, *, most_bytes=0, least_bytes=0, target_s=0.0):
+def share_of(part_bytes, *, most_bytes=0, least_bytes=0, **settings):
     """Return a share that grows and shrinks only as it is said."""
     return LinkShare(
         part_bytes=part_bytes,
         most_bytes=most_bytes or part_bytes,
         least_bytes=least_bytes or part_bytes,
-        target_s=target_s,
+        **{"target_s": 0.0, **settings},
     )
 
 
@@ -359,6 +359,26 @@ def test_a_share_shrinks_below_its_part_where_much_is_lost_and_no_further_than_i
     found = [sharing.round_trip(num_lost=100) for _ in range(12)]
     assert found == sorted(found, reverse=True)
     assert 20_000 <= found[-1] < 40_000
+
+
+def test_a_share_keeps_its_length_where_single_segments_of_it_are_lost():
+    sharing = Sharing(34_000, most_bytes=34_000, least_bytes=16_000, least_judged_bytes=500 * SEGMENT_BYTES)
+    found = [sharing.round_trip(num_lost=turn % 3 == 0) for turn in range(200)]
+    assert min(found) >= 34_000, "one of 72 segments"
+    assert [sharing.round_trip(num_lost=1) for _ in range(200)][-1] < 34_000, "one of 24"
+
+
+def test_a_share_shrinks_at_once_where_as_much_is_lost_as_a_long_one_may_lose():
+    sharing = Sharing(34_000, most_bytes=34_000, least_bytes=16_000, least_judged_bytes=500 * SEGMENT_BYTES)
+    assert [sharing.round_trip(num_lost=lost) for lost in (10, 0, 0)] == [34_000] * 3
+    assert [sharing.round_trip(num_lost=lost) for lost in (11, 11, 0)][-1] < 17_000
+
+
+def test_a_share_that_tolerates_more_keeps_its_length():
+    for tolerated_share, has_fallen in ((0.02, True), (0.04, False)):
+        sharing = Sharing(100_000, most_bytes=100_000, least_bytes=20_000, tolerated_share=tolerated_share)
+        found = [sharing.round_trip(num_lost=2) for _ in range(100)]
+        assert (found[-1] < 100_000) == has_fallen, "two of 69 segments"
 
 
 def test_a_share_that_may_not_shrink_does_not():

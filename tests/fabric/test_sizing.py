@@ -150,10 +150,10 @@ children:
 """
 
 
-def test_what_a_route_carries_in_a_round_trip_is_under_way_beside_the_window():
+def test_what_a_route_carries_in_three_round_trips_is_under_way_beside_the_window():
     topology = Topology.parse(SITES)
     sizes = fit_grants(FabricOptions(), rank=0, world_size=5, topology=topology)
-    near_bytes, far_bytes, from_c_bytes = 1_250_000, 12_500_000 * 0.030, 25_000_000 * 0.020
+    near_bytes, far_bytes, from_c_bytes = 1_250_000, 12_500_000 * 3 * 0.030, 25_000_000 * 3 * 0.020
     assert sizes["window"].most_bytes == near_bytes + far_bytes + from_c_bytes, "each slow link counts once"
     assert sizes["sender_bytes"] == {
         0: near_bytes + far_bytes + from_c_bytes,
@@ -162,15 +162,18 @@ def test_what_a_route_carries_in_a_round_trip_is_under_way_beside_the_window():
         4: 250_000 + from_c_bytes,
     }
     up, down = sizes["shares"][2]
-    assert (up.part_bytes, up.target_s) == (12_500_000 * 0.045 // 3, 0.050)
-    assert (down.part_bytes, down.target_s) == (25_000_000 * 0.045 // 2, 0.050), "the longest way over it counts"
-    assert (up.most_bytes, down.most_bytes) == (12_500_000 * 0.045, 25_000_000 * 0.045)
+    assert (up.part_bytes, up.target_s) == (12_500_000 * 0.105 // 3, 0.050)
+    assert (down.part_bytes, down.target_s) == (25_000_000 * 0.105 // 2, 0.050), "the longest way over it counts"
+    assert (up.most_bytes, down.most_bytes) == (12_500_000 * 0.105, 25_000_000 * 0.105)
     assert (up.least_bytes, down.least_bytes) == (12_500_000 * 0.030 // 3, 25_000_000 * 0.030 // 2), "it waits nowhere"
+    assert (up.tolerated_share, up.least_judged_bytes) == (0.04, 724_000), "a far link loses some by chance"
 
 
 def test_without_latency_shares_fall_as_far_as_they_did():
     sizes = fit_grants(FabricOptions(), rank=0, world_size=8, topology=Topology.load("two-racks-5-3"))
-    assert {share.least_bytes for shares in sizes["shares"].values() for share in shares} == {16 * KIB}
+    found = [share for shares in sizes["shares"].values() for share in shares]
+    assert {share.least_bytes for share in found} == {16 * KIB}
+    assert {(share.tolerated_share, share.least_judged_bytes) for share in found} == {(0.02, 0)}
 
 
 def test_only_what_is_far_is_sent_by_a_control_that_does_not_begin_slowly_after_a_pause():
@@ -186,4 +189,4 @@ def test_what_is_far_is_bounded_by_the_rate_of_the_own_link():
     uplink = "{rate: 1 Gbit/s, latency: 10 ms}"
     sites = [f"{{switch: s{k}, uplink: {uplink}, children: [{{host: h{k}, uplink: 1 Gbit/s}}]}}" for k in range(4)]
     topology = Topology.parse(f"{{switch: w, children: [{', '.join(sites)}]}}")
-    assert window(topology) == 125_000_000 * (0.010 + 0.040)
+    assert window(topology) == 125_000_000 * (0.010 + 3 * 0.040)

@@ -15,7 +15,9 @@ queue is shorter than that, senders tell how much was lost, and less is granted 
 
 From a grant to what it brings takes the latency of the route there and back. What the route carries in that time is
 under way too, beside what lasts a window, and waits nowhere: where latency is high it is most of all. So it is what is
-left to a receiver where much is lost: no queue is shorter for it, and shares grow back by round trips.
+left to a receiver where much is lost: no queue is shorter for it, and shares grow back by round trips. Where nothing
+but a few packets is lost, what stands behind one of them comes a round trip later, or two where the last or the resent
+one was lost: so FAR_ROUND_TRIPS are under way, else the link would idle meanwhile.
 """
 
 from __future__ import annotations
@@ -44,6 +46,11 @@ CONGESTION_WITH_RATES, FAR_CONGESTION = "cubic", "bbr"
 """Where grants keep queues from overflowing, a control that heeds losses alone never holds back. BBR paces, and every
 ten seconds it stops a connection for 0.2 s to look at the empty route. But it alone does not begin slowly again after
 each pause, which takes several round trips: as much as a call does, where these are long."""
+FAR_ROUND_TRIPS = 3
+TOLERATED_SHARE, FAR_TOLERATED_SHARE = 0.02, 0.04
+FAR_JUDGED_BYTES = 500 * 1448
+"""Two links that lose 0.5 % each, and what is resent needlessly, which is known a round trip too late: 1.4 % seemed to
+be lost. A share that falls grows back in hundreds of its lengths, so chance must hardly ever reach this."""
 FAR_S = 0.004
 """There and back to a peer that is far, or longer."""
 
@@ -83,6 +90,10 @@ class LinkShare(NamedTuple):
     """What is left where much is lost."""
     target_s: float
     """How long an arrival may take, from its grant on, before the share shrinks."""
+    tolerated_share: float = TOLERATED_SHARE
+    """What may be lost of it before it falls below its part."""
+    least_judged_bytes: int = 0
+    """What is lost counts as a part of its length, or of so much if that is more."""
 
 
 class WindowSizes(TypedDict):
@@ -199,13 +210,15 @@ def _shares(topology: Topology | None, rank: int) -> dict[int, tuple[LinkShare, 
         below = inner[directed.child]
         num_receivers = below if directed.direction == "down" else topology.num_ranks - below
         rate = link.bytes_per_s(directed.direction)
-        window_bytes = int(rate * (SHARED_WINDOW_S + far_s[directed]))
+        window_bytes = int(rate * (SHARED_WINDOW_S + FAR_ROUND_TRIPS * far_s[directed]))
         part_bytes = max(MIN_CHUNK_BYTES, window_bytes // num_receivers)
         return LinkShare(
             part_bytes=part_bytes,
             most_bytes=max(part_bytes, window_bytes),
             least_bytes=max(MIN_QUANTUM_BYTES, int(rate * far_s[directed]) // num_receivers),
             target_s=TARGET_S + far_s[directed],
+            tolerated_share=FAR_TOLERATED_SHARE if far_s[directed] else TOLERATED_SHARE,
+            least_judged_bytes=FAR_JUDGED_BYTES if far_s[directed] else 0,
         )
 
     known = {directed: share_of(directed) for directed in far_s}
@@ -231,8 +244,8 @@ class _Route(NamedTuple):
 
     @property
     def far_bytes(self) -> int:
-        """What it carries in a round trip; 0 where its rate is not known."""
-        return 0 if self.slowest is None else int(self.bytes_per_s * self.round_trip_s)
+        """What it carries in some round trips; 0 where its rate is not known."""
+        return 0 if self.slowest is None else int(self.bytes_per_s * FAR_ROUND_TRIPS * self.round_trip_s)
 
 
 def _routes(
@@ -253,13 +266,13 @@ def _routes(
 
 
 def _far_bytes(routes: Iterable[_Route], own_rate: float) -> int:
-    """Return what may be on its way to a rank and waits nowhere: each slow link counts once, and all its own rate."""
+    """Return what may be on its way to a rank beside its window: each slow link counts once, and all its own rate."""
     far = [route for route in routes if route.far_bytes]
     by_link: dict[DirectedLink | None, int] = {}
     for route in far:
         by_link[route.slowest] = max(by_link.get(route.slowest, 0), route.far_bytes)
     most_s = max((route.round_trip_s for route in far), default=0.0)
-    return int(min(sum(by_link.values()), own_rate * most_s)) if far else 0
+    return int(min(sum(by_link.values()), own_rate * FAR_ROUND_TRIPS * most_s)) if far else 0
 
 
 def fit_window(own_rate: float, options: FabricOptions, *, far_bytes: int = 0) -> GrantWindow:

@@ -80,7 +80,8 @@ class Run {
         return limits;
     }
     std::unordered_map<int, GrantScheduler::Shares> shares() {
-        const auto share = std::make_shared<LinkShare>(1 + random_.below(20'000), random_.below(100'000), 1, 1e-3);
+        const auto share = std::make_shared<LinkShare>(1 + random_.below(20'000), random_.below(100'000), 1, 1e-3, 0.02,
+                                                       random_.below(100'000));
         std::unordered_map<int, GrantScheduler::Shares> found;
         for (int peer = 0; peer < 4; ++peer)
             if (random_.chance(0.4)) found[peer] = {share};

@@ -32,7 +32,8 @@ std::unordered_map<int, GrantScheduler::Shares> shares_of(const py::dict& shares
             if (!share)
                 share = std::make_shared<LinkShare>(
                     link.attr("part_bytes").cast<int64_t>(), link.attr("most_bytes").cast<int64_t>(),
-                    link.attr("least_bytes").cast<int64_t>(), link.attr("target_s").cast<double>());
+                    link.attr("least_bytes").cast<int64_t>(), link.attr("target_s").cast<double>(),
+                    link.attr("tolerated_share").cast<double>(), link.attr("least_judged_bytes").cast<int64_t>());
             found[peer.cast<int>()].push_back(share);
         }
     return found;

@@ -7,9 +7,10 @@
 // receiver).
 //
 // How long the queue is, nobody says. Where it is shorter than the parts, packets are lost, and delay does not tell: so
-// senders do. Where more than a fiftieth of a share's length was lost on the way (BBRv2 draws the line there too), the
-// share shrinks below its part; it grows back as TCP does, but slowly: by one segment for each LENGTHS of its lengths
-// that arrive, since a loss costs more than a share that is a little small.
+// senders do. Where more than a fiftieth was lost on the way (BBRv2 draws the line there too), the share shrinks below
+// its part; it grows back as TCP does, but slowly: by one segment for each LENGTHS of its lengths that arrive, since a
+// loss costs more than a share that is a little small. A far link also loses some whatever is under way, and of a short
+// share one segment is over a fiftieth: so its share tolerates more, and judges over more than its length (`sizing.py`).
 #pragma once
 
 #include <algorithm>
@@ -27,12 +28,15 @@ namespace syncline {
 // What one receiver may have under way on a link that several receivers draw over, but for one quantum.
 class LinkShare {
    public:
-    LinkShare(int64_t part_bytes, int64_t most_bytes, int64_t least_bytes, double target_s)
+    LinkShare(int64_t part_bytes, int64_t most_bytes, int64_t least_bytes, double target_s, double tolerated_share,
+              int64_t least_judged_bytes)
         : part_bytes(part_bytes),
           limit_bytes(part_bytes),
           most_bytes_(std::max(part_bytes, most_bytes)),
           least_bytes_(std::min(part_bytes, least_bytes)),
-          target_s_(target_s) {}
+          target_s_(target_s),
+          tolerated_share_(tolerated_share),
+          least_judged_bytes_(least_judged_bytes) {}
 
     int64_t part_bytes;
     int64_t limit_bytes;
@@ -77,17 +81,18 @@ class LinkShare {
 
    private:
     static constexpr int64_t SEGMENT_BYTES = 1448;  // what a TCP segment carries where a frame has 1500 bytes
-    static constexpr int64_t TOLERATED = 50;        // one byte of so many may be lost
     static constexpr int64_t LENGTHS = 8;
 
     int64_t most_bytes_, least_bytes_;
-    double target_s_;
+    double target_s_, tolerated_share_;
+    int64_t least_judged_bytes_;
     int64_t granted_bytes_ = 0, arrived_bytes_ = 0, judged_bytes_ = 0, lost_bytes_ = 0;
     std::deque<std::pair<int64_t, double>> grants_;
 
     bool is_lossy() {
-        const bool found = lost_bytes_ * TOLERATED > judged_bytes_;
-        judged_bytes_ = lost_bytes_ = 0;
+        const auto most_lost = tolerated_share_ * static_cast<double>(std::max(judged_bytes_, least_judged_bytes_));
+        const bool found = static_cast<double>(lost_bytes_) > most_lost;
+        if (found || judged_bytes_ >= least_judged_bytes_) judged_bytes_ = lost_bytes_ = 0;
         return found;
     }
 
