@@ -10,7 +10,8 @@
 // senders do. Where more than a fiftieth was lost on the way (BBRv2 draws the line there too), the share shrinks below
 // its part; it grows back as TCP does, but slowly: by one segment for each LENGTHS of its lengths that arrive, since a
 // loss costs more than a share that is a little small. A far link also loses some whatever is under way, and of a short
-// share one segment is over a fiftieth: so its share tolerates more, and judges over more than its length (`sizing.py`).
+// share one segment is over a fiftieth: so its share tolerates more, and judges over more than its length
+// (`sizing.py`).
 #pragma once
 
 #include <algorithm>
