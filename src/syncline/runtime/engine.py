@@ -525,10 +525,10 @@ class Engine:
         self, call: Call, culprits: Mapping[int, list[int]], waiting: Sequence[int], *, since_s: float
     ) -> None:
         """End all calls, as ``call``, in which ``waiting`` ranks wait, was not done; ``culprits`` have who waits."""
-        others = set(range(self._world_size)) - {*waiting} | culprits.keys()
-        elsewhere = {peer: self._early_waits.calls_of(peer) for peer in others}
-        for peer in others & self._beside.keys():
-            elsewhere[peer].append(self._beside[peer][1])
+        elsewhere = {peer: self._other_calls(peer) for peer in culprits}
+        if any(elsewhere.values()):  # who is odd shows by what all others do
+            others = set(range(self._world_size)) - {*waiting} - culprits.keys()
+            elsewhere |= {peer: self._other_calls(peer) for peer in others}
         sentences = []
         for peer, waiters in sorted(culprits.items()):
             silent_s = self._clock.time() - max(self._executor.heard_s(peer), since_s)
@@ -548,6 +548,11 @@ class Engine:
         accused = odd or sorted(culprits) or [self._rank]
         host = self._host(accused[0])
         self._fail(failures.late(call, sentences, accused=accused, host=host, remedy=remedy))
+
+    def _other_calls(self, peer: int) -> list[str]:
+        """Return in what ``peer`` waits that was not called here."""
+        beside = [self._beside[peer][1]] if peer in self._beside else []
+        return self._early_waits.calls_of(peer) + beside
 
     def _compared(self, loss: Failure, call: Call) -> Failure:
         """Say of a rank that has left how far it had come, and how far this one is, which makes ``call``."""
