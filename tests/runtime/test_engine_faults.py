@@ -124,17 +124,7 @@ def test_a_rank_that_does_not_call_is_named_with_those_who_wait(in_memory):
 def test_the_error_tells_in_which_other_call_the_accused_waits(in_memory, alone_s, together_s, is_late):
     """Whichever call's time is over first, and also where the second is made when half of the first's time is over."""
     communicators = in_memory(3)
-    schedule = communicators[0].plan(Collective.BROADCAST, 4)
-    alone = CollectiveCall(
-        stream=5,
-        schedule=schedule,
-        layout=communicators[0].layout(schedule, 1, 4),
-        buffer=view(1),
-        reduction=FLOAT32,
-        label="save(): call it on every rank",
-        timeout_s=alone_s,
-    )
-    works = [communicators[0].submit(alone)]
+    works = [broadcast_alone(communicators[0], "save(): call it on every rank", timeout_s=alone_s)]
     for communicator in communicators[1:]:
         while is_late and not communicator._engine._early_waits.is_any:
             communicator.statistics()  # a round through the loop
@@ -143,6 +133,37 @@ def test_the_error_tells_in_which_other_call_the_accused_waits(in_memory, alone_
         assert isinstance(error, DeadlineError)
         assert "save(): call it on every rank" in str(error)
         assert error.ranks_at_fault == (0,)
+
+
+def broadcast_alone(communicator, label, *, timeout_s):
+    """Make a call that the others do not."""
+    schedule = communicator.plan(Collective.BROADCAST, 4)
+    layout = communicator.layout(schedule, 1, 4)
+    return communicator.submit(
+        CollectiveCall(
+            stream=5,
+            schedule=schedule,
+            layout=layout,
+            buffer=view(1),
+            reduction=FLOAT32,
+            label=label,
+            timeout_s=timeout_s,
+        )
+    )
+
+
+def test_who_waits_in_a_newer_call_too_is_not_taken_for_who_makes_another(in_memory):
+    """Rank 3 tells of its second call, which the others have not made yet, long before half of the first's time."""
+    communicators = in_memory(4, planner=lambda topology, collective, *_: PLANNERS["ring"].plan(topology, collective))
+    works = [
+        one.all_reduce(view(10), FLOAT32, timeout_s=60 if one.rank == 3 else 3.0)
+        for one in communicators
+        if one.rank != 2
+    ]
+    works.append(broadcast_alone(communicators[3], "the next", timeout_s=4.0))
+    for error in errors_of(works):
+        assert isinstance(error, DeadlineError)
+        assert error.ranks_at_fault == (2,)
 
 
 def test_a_call_that_others_gave_up_fails_with_their_error(in_memory):

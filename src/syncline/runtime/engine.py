@@ -316,9 +316,9 @@ class Engine:
         Of two calls that do not meet, the older one's time is over first, and who made it must know of the other by
         then, however much later that was made.
         """
-        for active in list(self._calls.values()):
-            if not active.has_told and peer in active.awaited_peers(self._predecessor):
-                self._tell_waits(active)
+        calls = self._calls.values()
+        if any(not active.has_told and peer in active.awaited_peers(self._predecessor) for active in calls):
+            self._tell_waits()
 
     def _peer_leaves(self, peer: int) -> None:
         num_completed = self._completed_by[peer]
@@ -465,18 +465,24 @@ class Engine:
         text, accused = failures.disagreement(texts, self._fabric.describe_peer, place)
         self._fail(Failure(reason=failures.MISMATCH, text=text, rank=accused[0], accused=accused, host=""))
 
-    def _tell_waits(self, active: ActiveCall) -> None:
-        """Tell everyone whom this rank waits for, so that each can name the culprit when time is over."""
-        active.has_told = True
-        peers = active.awaited_peers(self._predecessor)
-        self._tell_all(control.encode_waiting(active.call.stream, active.number, peers, active.call.what))
+    def _tell_waits(self, again: ActiveCall | None = None) -> None:
+        """Tell everyone whom this rank waits for, so that each can name the culprit when time is over.
+
+        In all calls of which it has not told, and ``again`` in one: who heard of a call that it has not made, and not
+        of the one that both wait in, would take this rank for one that makes other calls.
+        """
+        for active in list(self._calls.values()):
+            if active is again or not active.has_told:
+                active.has_told = True
+                peers = active.awaited_peers(self._predecessor)
+                self._tell_all(control.encode_waiting(active.call.stream, active.number, peers, active.call.what))
 
     def _tell_soon(self, active: ActiveCall) -> None:
-        self._tell_waits(active)
+        self._tell_waits()
         active.timer = self._clock.call_later(active.call.timeout_s * (1 / 2 - SOON), self._half_time, active)
 
     def _half_time(self, active: ActiveCall) -> None:
-        self._tell_waits(active)
+        self._tell_waits(again=active)
         due_s = self._clock.time() + active.call.timeout_s / 2
         active.timer = self._clock.call_later(active.call.timeout_s / 2, self._time_over, active, due_s)
 
