@@ -51,13 +51,13 @@ def test_a_host_alone_talks_to_itself():
 
 def test_what_cannot_be_emulated_is_told():
     assert plan(Topology.load("two-sites")).notes() == ()
-    without = plan_lab(Topology.load("two-sites"), lab_id="abc123", network=NETWORK, has_relay=False)
+    without = plan_lab(Topology.load("two-sites"), lab_id="abc123", network=NETWORK, has_taps=False)
     assert without.notes() == ("The latency of site-a, site-b is left out: /dev/net/tun cannot be opened here.",)
-    assert without.relayed_interfaces == ()
+    assert without.tapped_interfaces == ()
     assert plan(Topology.load("flat-8")).notes() == ()
     losing = Topology.parse("{switch: s, children: [{host: h, uplink: {rate: 1 GB/s, loss: 1 %}}]}")
-    assert [each[2:] for each in plan(losing).relayed_interfaces] == [(0.0, 0.01)]
-    alone = plan_lab(losing, lab_id="abc123", network=NETWORK, has_relay=False)
+    assert [each[2:] for each in plan(losing).tapped_interfaces] == [(0.0, 0.01)]
+    alone = plan_lab(losing, lab_id="abc123", network=NETWORK, has_taps=False)
     assert alone.notes() == ("The loss of h is left out: /dev/net/tun cannot be opened here.",)
     local = plan(Topology.parse("host: box\nranks: 9\nlocal: 1 GB/s\n")).notes()
     names = "rank 0, rank 1, rank 2, rank 3 and 5 more"
@@ -100,7 +100,7 @@ def test_links_with_a_latency_are_made_by_who_holds_packets_back():
             "  - {switch: t, uplink: {rate: 1 Gbit/s, latency: 5 ms}, children: [{host: h1, uplink: 1 Gbit/s}]}\n"
         )
     )
-    assert lab.relayed_interfaces == (("ld0", "d0", 0.002, 0.01), ("ld1", "d1", 0.005, 0.0))
+    assert lab.tapped_interfaces == (("ld0", "d0", 0.002, 0.01), ("ld1", "d1", 0.005, 0.0))
     _, switches, *_ = building_batches(lab, QueueSettings())
     made = [line for line in switches.lines if "veth" in line or "link set dev ld" in line]
     assert made == [

@@ -127,10 +127,10 @@ class Lab:
             congestion=self._congestion,
         )
         try:
-            plan = plan_lab(self.topology, lab_id=record.lab_id, network=network, has_relay=latency.is_possible())
+            plan = plan_lab(self.topology, lab_id=record.lab_id, network=network, has_taps=latency.is_possible())
             namespaces, *others = building_batches(plan, self._queues, self._congestion)
             run_batch(namespaces)
-            hold_back(plan.switch_namespace, plan.relayed_interfaces)
+            hold_back(plan.switch_namespace, plan.tapped_interfaces)
             for batch in others:
                 run_batch(batch)
             if not self._has_packet_filters:

@@ -46,7 +46,7 @@ class LabLink:
 
     child: str
     link: Link
-    is_relayed: bool
+    is_tapped: bool
     """Whether a process passes its packets on, as it has a latency or loses some, and as this machine can."""
     lower_namespace: str
     lower_interface: str
@@ -56,7 +56,7 @@ class LabLink:
 
     @property
     def first_lower_interface(self) -> str:
-        """What the lower end is called until it is where it belongs, if the link is relayed."""
+        """What the lower end is called until it is where it belongs, if the link is tapped."""
         return f"l{self.upper_interface}"
 
 
@@ -79,12 +79,12 @@ class LabPlan:
         return (self.switch_namespace, *(host.namespace for host in self.hosts))
 
     @property
-    def relayed_interfaces(self) -> tuple[tuple[str, str, float, float], ...]:
-        """Both ends of each relayed link, as they are first called, its latency in seconds, and what share it loses."""
-        relayed = (each for each in self.links if each.is_relayed)
+    def tapped_interfaces(self) -> tuple[tuple[str, str, float, float], ...]:
+        """Both ends of each tapped link, as they are first called, its latency in seconds, and what share it loses."""
+        tapped = (each for each in self.links if each.is_tapped)
         return tuple(
             (each.first_lower_interface, each.upper_interface, each.link.latency_s, each.link.loss_share)
-            for each in relayed
+            for each in tapped
         )
 
     def host(self, name: str) -> LabHost:
@@ -109,7 +109,7 @@ class LabPlan:
 
     def notes(self) -> tuple[str, ...]:
         """Return what of the topology this lab cannot emulate, in sentences for the user."""
-        left_out = [each for each in self.links if is_relayed(each.link) and not each.is_relayed]
+        left_out = [each for each in self.links if needs_taps(each.link) and not each.is_tapped]
         late = [each.child for each in left_out if each.link.latency_s]
         lossy = [each.child for each in left_out if each.link.loss_share]
         nodes = (node for node in self.topology.walk() if isinstance(node, Rank | Socket))
@@ -123,7 +123,7 @@ class LabPlan:
         return tuple(notes)
 
 
-def plan_lab(topology: Topology, *, lab_id: str, network: ipaddress.IPv4Network, has_relay: bool = True) -> LabPlan:
+def plan_lab(topology: Topology, *, lab_id: str, network: ipaddress.IPv4Network, has_taps: bool = True) -> LabPlan:
     """Give every node its namespace, interfaces and address."""
     if len(topology.hosts) > network.num_addresses - 2:
         raise LabError(
@@ -135,7 +135,7 @@ def plan_lab(topology: Topology, *, lab_id: str, network: ipaddress.IPv4Network,
     namespace = _namespace(lab_id, _SWITCHES)
     nodes = [node for node in topology.walk() if isinstance(node, Switch | Host) and node.link is not None]
     links = (_plan_link(node, index, topology, bridges, namespace, lab_id) for index, node in enumerate(nodes))
-    links = (link if has_relay else replace(link, is_relayed=False) for link in links)
+    links = (link if has_taps else replace(link, is_tapped=False) for link in links)
     return LabPlan(
         lab_id=lab_id,
         topology=topology,
@@ -182,7 +182,7 @@ def _plan_link(
     return LabLink(
         child=node.name,
         link=node.link,
-        is_relayed=is_relayed(node.link),
+        is_tapped=needs_taps(node.link),
         lower_namespace=_namespace(lab_id, node.name) if is_host else switch_namespace,
         lower_interface=HOST_INTERFACE if is_host else f"u{index}",
         lower_bridge=None if is_host else bridges[node.name],
@@ -191,7 +191,7 @@ def _plan_link(
     )
 
 
-def is_relayed(link: Link) -> bool:
+def needs_taps(link: Link) -> bool:
     """Return whether a link does what pairs of interfaces do not."""
     return link.latency_s > 0 or link.loss_share > 0
 
@@ -232,7 +232,7 @@ def _switch_lines(plan: LabPlan) -> Iterator[str]:
         yield f"link set dev {bridge} up"
     for link in plan.links:
         lower = f"{link.lower_interface} netns {link.lower_namespace}"
-        if link.is_relayed:
+        if link.is_tapped:
             yield f"link set dev {link.first_lower_interface} name {lower}"
         else:
             yield f"link add name {link.upper_interface} type veth peer name {lower}"
