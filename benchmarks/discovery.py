@@ -100,7 +100,7 @@ def simulate(topology: Topology) -> str:
     """Return a row: hosts, rounds, seconds of a processor for fits, accuracy."""
     network = EmulatedNetwork(topology, noise=NOISE, seed=1)
     began_s = time.process_time()
-    tree = find_tree(len(topology.hosts), network.measure)
+    tree = find_tree(network.sites, network.measure)
     took_s = time.process_time() - began_s
     accuracy = Accuracy.of(build_topology(tree, network.flat, name="found"), topology)
     return f"| {topology.name} | {len(topology.hosts)} | {network.num_rounds} | {took_s:.2f} | {accuracy} |"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, permutations
 
 import numpy as np
 
 from syncline.discovery.discovery import predicted_rates
+from syncline.discovery.latencies import sites_of
 from syncline.discovery.tree_search import Flow, Round
 from syncline.topology import Host, Link, Rank, Switch, Topology
+from syncline.topology.tree import relinked
 
 HOST_RATES = (125e6, 125e6, 125e6, 62.5e6)
 UPLINK_RATES = (12.5e6, 25e6, 50e6, 125e6)
@@ -23,6 +26,10 @@ class EmulatedNetwork:
         self.topology = topology
         self.flat = Topology.flat_on([topology.host_of(rank).name for rank in range(topology.num_ranks)])
         self._ranks = [host.ranks[0].rank for host in self.flat.hosts]
+        ranks = self._ranks
+        pairs = permutations(range(len(ranks)), 2)
+        self.round_trips = {(one, other): topology.round_trip_s(ranks[one], ranks[other]) for one, other in pairs}
+        self.sites = sites_of(len(ranks), self.round_trips)
         self._noise, self._outliers = noise, outliers
         self._source = np.random.default_rng(seed)
         self.num_rounds = 0
@@ -69,3 +76,13 @@ def shuffled(topology: Topology, seed: int) -> Topology:
     order = list(range(topology.num_ranks))
     random.Random(seed).shuffle(order)
     return topology.permuted(order)
+
+
+def with_random_latencies(topology: Topology, seed: int) -> Topology:
+    draw = random.Random(seed)
+    links = {
+        name: replace(link, latency_s=draw.choice([0.0, 0.002, 0.010, 0.0255]) if is_switch else 0.0)
+        for name, link in topology.links()
+        if (is_switch := isinstance(node := topology.node(name), Switch)) or isinstance(node, Host)
+    }
+    return replace(topology, root=relinked(topology.root, links))

@@ -39,7 +39,7 @@ def test_an_uplink_that_is_halved_and_given_back_is_found(shipped: str, before: 
     known, true = (with_uplink(Topology.load(shipped), "rack-a", factor) for factor in (before, now))
     ranks = list(range(known.num_ranks))
     network = EmulatedNetwork(true, noise=0.08, seed=3)
-    measured = [network.measure(flows) for part in flows_of_links(known, ranks) for flows in part]
+    measured = [network.measure(flows) for part in flows_of_links(known, ranks, network.sites) for flows in part]
     payload = [Round(each.flows, tuple(0.9 * rate for rate in each.rates)) for each in measured]
     found = changed_rates(known, ranks, payload)
     links = dict(true.links())
@@ -54,5 +54,5 @@ def test_what_is_as_it_was_stays_as_it_was(shipped: str) -> None:
     known = Topology.load(shipped)
     ranks = [host.ranks[0].rank for host in known.hosts]
     network = EmulatedNetwork(known, noise=0.1, seed=5, outliers=0.02)
-    rounds = [network.measure(flows) for part in flows_of_links(known, ranks) for flows in part]
+    rounds = [network.measure(flows) for part in flows_of_links(known, ranks, network.sites) for flows in part]
     assert changed_rates(known, ranks, rounds) is known

@@ -4,36 +4,25 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 from itertools import permutations
 
 import pytest
-from emulated_networks import random_racks
+from emulated_networks import random_racks, with_random_latencies
 
 from syncline.discovery import probe
-from syncline.discovery.latencies import LEAST_S, with_latencies
+from syncline.discovery.latencies import LEAST_S, sites_of, with_latencies
 from syncline.discovery.probe import Prober
 from syncline.fabric.sizing import FAR_S
 from syncline.runtime import communicators_in_memory
 from syncline.runtime.port import Port
-from syncline.topology import Host, Switch, Topology
-from syncline.topology.tree import longest_way_s, relinked
+from syncline.topology import Topology
+from syncline.topology.tree import longest_way_s
 
 WAIT_S = 20.0
 
 
 def firsts(topology: Topology) -> list[int]:
     return sorted(host.ranks[0].rank for host in topology.hosts)
-
-
-def with_random_latencies(topology: Topology, seed: int) -> Topology:
-    draw = random.Random(seed)
-    links = {
-        name: replace(link, latency_s=draw.choice([0.0, 0.002, 0.010, 0.0255]) if is_switch else 0.0)
-        for name, link in topology.links()
-        if (is_switch := isinstance(node := topology.node(name), Switch)) or isinstance(node, Host)
-    }
-    return replace(topology, root=relinked(topology.root, links))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -57,6 +46,14 @@ def test_what_a_switch_takes_is_no_latency() -> None:
     trips = dict.fromkeys(permutations(range(8), 2), 0.0003)
     assert with_latencies(topology, range(8), trips) == topology
     assert with_latencies(topology, range(8), dict.fromkeys(trips, 0.0)) == topology, "where no kernel tells"
+
+
+def test_hosts_near_each_other_are_a_site() -> None:
+    far_s, near_s = FAR_S, 0.9 * FAR_S
+    trips = {(0, 1): near_s, (1, 3): near_s, (0, 3): far_s, (0, 2): far_s, (1, 2): far_s, (2, 3): far_s}
+    assert sites_of(4, trips) == [{0, 1, 3}, {2}], "two are near a third"
+    assert sites_of(5, trips | {(2, 4): 0.0}) == [{0, 1, 3}, {2, 4}], "what is not known is taken for near"
+    assert sites_of(3, dict.fromkeys(permutations(range(3), 2), far_s)) == [{0}, {1}, {2}]
 
 
 def test_the_longest_way_is_that_between_the_two_ranks_that_are_furthest() -> None:

@@ -8,6 +8,9 @@ What is measured at once: each pair of hosts in both directions, all hosts at on
 rounds for N hosts), where a host that sends does not receive, so that no answer waits behind data. Then each host with
 all others at once, where there are few. Then, for each switch that these tell of, all below it with all others, which
 fills the link above it. So every link is full in some round, and links that are shared show.
+
+A flow that is far takes many round trips. But round trips tell what is far from what, and cost one question: hosts that
+are near each other are a *site*, pairs are measured within sites, and between two sites all hosts at once.
 """
 
 from __future__ import annotations
@@ -19,14 +22,16 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from syncline.discovery.following import changed_rates, crossed_links
 from syncline.discovery.kept import keep, recall
-from syncline.discovery.latencies import with_latencies
+from syncline.discovery.latencies import sites_of, with_latencies
 from syncline.discovery.probe import NUM_ROUND_TRIPS, ROUND_S, Prober
 from syncline.discovery.tree_search import (
+    ALIKE,
     DOUBT,
     FittedTree,
     Flow,
@@ -60,6 +65,9 @@ DISCOVERY_S = 240.0
 MARGIN_S = 5.0
 _SIZE_BYTES = 8
 Measure = Callable[[Sequence[Flow]], Round]
+Around = Callable[[Set], Set]
+"""With which hosts those of a set are to be measured, and these are among them."""
+Player = TypeVar("Player")
 FEW = 3
 """A host speaks with two others of its switch at once, where this many are there."""
 MOST_STARS = 8
@@ -152,12 +160,13 @@ def _lead(
     """
     try:
         trips = round_trips()
-        if known is not None and (off := look_at(known, measuring(FLOW_S[0]))) <= SAME_PART:
+        sites = sites_of(len(flat.hosts), trips)
+        if known is not None and (off := look_at(known, sites, measuring(FLOW_S[0]))) <= SAME_PART:
             firsts = sorted(host.ranks[0].rank for host in known.hosts)
             return f"{off:.4f}\nrecalled\n{known.source}\n{with_latencies(known, firsts, trips).to_yaml()}"
         trees = []
         for flow_s in FLOW_S:
-            trees.append(find_tree(len(flat.hosts), measuring(flow_s)))
+            trees.append(find_tree(sites, measuring(flow_s)))
             if trees[-1].error <= DOUBT or NUM_ROUND_TRIPS * max(trips.values(), default=0.0) > FLOW_S[-1]:
                 break
         tree = min(trees, key=lambda each: each.error)
@@ -169,41 +178,45 @@ def _lead(
     return f"{tree.error:.4f}\n\n{kept or ''}\n{found.to_yaml()}"
 
 
-def find_tree(num_hosts: int, measure: Measure) -> FittedTree:
+def find_tree(sites: Sequence[Set], measure: Measure) -> FittedTree:
     """Measure until there is nothing new to look at, then again what the tree rests on, and what is off it."""
-    pairs = list(_rounds_of_pairs(num_hosts))
+    everyone = _everyone(sites)
+    pairs = list(_rounds_of_pairs(sites))
     rounds = [measure(flows) for flows in (*pairs, *pairs[:: max(1, len(pairs) // NUM_LOOKS)])]  # some twice: the noise
-    switches: tuple[Set, ...] = ()
-    looked_across: set[Set] = set()
-    looked_inside: set[Set] = set()
+    fit = partial(fit_tree, len(everyone), sites=sites)
+    tree = fit(rounds, known=_sides(sites, lambda _: everyone))
     for _ in range(NUM_PASSES):
-        switches = fit_tree(num_hosts, rounds, known=switches).switches
-        sides = {_side(each, num_hosts) for each in (*switches, *likely_sets(num_hosts, rounds))}
-        across = {side for side in sides - looked_across if len(side) > 1}
-        inside = _groups(num_hosts, switches) - looked_inside
-        if not across | inside:
+        around = partial(_around, sites, _rates(tree))
+        across = _sides((*tree.switches, *likely_sets(len(everyone), rounds)), around)
+        wanted = (*_rounds_across(across, around), *_rounds_inside(_groups(tree), around))
+        measured = {each.flows for each in rounds}
+        new = [flows for flows in wanted if flows not in measured]
+        if not new:
             break
-        looked_across |= across
-        looked_inside |= inside
-        new = (*_rounds_across(num_hosts, _ordered(across)), *_rounds_inside(num_hosts, _ordered(inside)))
         rounds += map(measure, new)
-    rounds += map(measure, _rounds_across(num_hosts, switches))
-    tree = fit_tree(num_hosts, rounds, known=switches)
+        tree = fit(rounds, known=tree.switches)
+    rounds += map(measure, _rounds_across(tree.switches, partial(_around, sites, _rates(tree))))
+    tree = fit(rounds, known=tree.switches)
     if not tree.doubtful:
         return tree
     rounds = [each for each in rounds if each.flows not in tree.doubtful] + list(map(measure, tree.doubtful))
-    return fit_tree(num_hosts, rounds, known=tree.switches)
+    return fit(rounds, known=tree.switches)
 
 
-def _groups(num_hosts: int, switches: Sequence[Set]) -> set[Set]:
+def _rates(tree: FittedTree) -> dict[Set, float]:
+    """Return what each node's link carries either way; of all beside a switch it is the switch's."""
+    everyone = frozenset(range(tree.num_hosts))
+    rates = {node: min(tree.up[node], tree.down[node]) for node in tree.up}
+    return {everyone - node: rate for node, rate in rates.items()} | rates
+
+
+def _groups(tree: FittedTree) -> list[Set]:
     """Return the hosts right below each switch."""
-    nodes = (children(num_hosts, switches, above) for above in (frozenset(range(num_hosts)), *switches))
-    groups = (frozenset(host for node in each if len(node) == 1 for host in node) for each in nodes)
-    return {group for group in groups if group}
-
-
-def _ordered(sets: Iterable[Set]) -> list[Set]:
-    return sorted(sets, key=sorted)
+    nodes = (
+        children(tree.num_hosts, tree.switches, above) for above in (frozenset(range(tree.num_hosts)), *tree.switches)
+    )
+    groups = {frozenset(host for node in each if len(node) == 1 for host in node) for each in nodes}
+    return sorted(filter(None, groups), key=sorted)
 
 
 def measure_again(port: Port, communicator: Communicator, *, stream: int) -> Topology:
@@ -216,8 +229,9 @@ def measure_again(port: Port, communicator: Communicator, *, stream: int) -> Top
     prober = _open_prober(communicator, port, leaders, stream=stream)
     text = b""
     if communicator.rank == 0:
-        parts = zip(AGAIN_S, flows_of_links(known, leaders), strict=True)
         try:
+            sites = sites_of(len(leaders), _round_trips(port, prober))
+            parts = zip(AGAIN_S, flows_of_links(known, leaders, sites), strict=True)
             rounds = [_measuring(port, prober, flow_s)(each) for flow_s, flows in parts for each in flows]
             text = changed_rates(known, leaders, rounds).to_yaml().encode()
         except TimeoutError:
@@ -227,13 +241,12 @@ def measure_again(port: Port, communicator: Communicator, *, stream: int) -> Top
     return found
 
 
-def look_at(known: Topology, measure: Measure) -> float:
+def look_at(known: Topology, sites: Sequence[Set], measure: Measure) -> float:
     """Measure a few rounds; return by how much, as a part, one of four flows is off ``known``, or more."""
-    num_hosts = len(known.hosts)
     firsts = sorted(host.ranks[0].rank for host in known.hosts)
-    looks = list(_rounds_of_pairs(num_hosts))
+    looks = list(_rounds_of_pairs(sites))
     looks = looks[:: max(1, len(looks) // NUM_LOOKS)][:NUM_LOOKS]
-    looks += list(_rounds_across(num_hosts, _switches(known, firsts)[:NUM_LOOKS]))
+    looks += _rounds_across_all(_switches(known, firsts)[:NUM_LOOKS], sites)
     off = [
         abs(math.log(max(rate, 1.0) / predicted))
         for each in map(measure, looks)
@@ -242,10 +255,12 @@ def look_at(known: Topology, measure: Measure) -> float:
     return math.expm1(float(np.quantile(off, 0.75)))
 
 
-def flows_of_links(known: Topology, ranks: Sequence[int]) -> tuple[list[tuple[Flow, ...]], list[tuple[Flow, ...]]]:
-    """Return rounds of all pairs, and rounds that fill the links between switches, twice; ``ranks[k]`` is of host k."""
-    across = list(_rounds_across(len(ranks), _switches(known, ranks)))
-    return list(_rounds_of_pairs(len(ranks))), [*across, *across]
+def flows_of_links(
+    known: Topology, ranks: Sequence[int], sites: Sequence[Set]
+) -> tuple[list[tuple[Flow, ...]], list[tuple[Flow, ...]]]:
+    """Return rounds of pairs, and rounds that fill the links between switches, twice; ``ranks[k]`` is of host k."""
+    across = _rounds_across_all(_switches(known, ranks), sites)
+    return list(_rounds_of_pairs(sites)), [*across, *across]
 
 
 def _switches(known: Topology, ranks: Sequence[int]) -> list[Set]:
@@ -265,10 +280,25 @@ def predicted_rates(topology: Topology, ranks: Sequence[int], flows: Sequence[Fl
     return [float(share) for share in fair_shares(crosses, rates)[0]]
 
 
-def _side(hosts: Set, num_hosts: int) -> Set:
-    """Return the smaller of two sides: what is measured across is the same."""
-    others = frozenset(range(num_hosts)) - hosts
-    return min(hosts, others, key=lambda side: (len(side), sorted(side)))
+def _everyone(sites: Iterable[Set]) -> Set:
+    return frozenset(chain(*sites))
+
+
+def _around(sites: Sequence[Set], rates: Mapping[Set, float], hosts: Set) -> Set:
+    """Return with whom these show what they can do: with their site, and with all if that can do more than it showed.
+
+    Where a set is no node of the tree, nothing limits it.
+    """
+    site = next((each for each in sites if hosts < each), None)
+    if site is None or ALIKE * rates.get(hosts, math.inf) < rates.get(site, math.inf):
+        return _everyone(sites)
+    return site
+
+
+def _sides(sets: Iterable[Set], around: Around) -> list[Set]:
+    """Return the smaller of two sides of each, of more than a host: what is measured across is the same."""
+    sides = {min(each, around(each) - each, key=lambda side: (len(side), sorted(side))) for each in sets}
+    return sorted((side for side in sides if len(side) > 1), key=sorted)
 
 
 def broadcast_bytes(communicator: Communicator, payload: bytes) -> bytes:
@@ -286,18 +316,21 @@ def _both_ways(rounds: Iterable[tuple[Flow, ...]]) -> Iterator[tuple[Flow, ...]]
         yield tuple((target, source) for source, target in flows)
 
 
-def _rounds_of_pairs(num_hosts: int) -> Iterator[tuple[Flow, ...]]:
-    return _both_ways(_tournament(num_hosts))
+def _rounds_of_pairs(sites: Sequence[Set]) -> Iterator[tuple[Flow, ...]]:
+    """Yield rounds of pairs that share no host: each two of a site, all sites at once, and then as many of each two."""
+    near = zip_longest(*(_tournament(sorted(site)) for site in sites), fillvalue=())
+    far = ((zip(sorted(one), sorted(other), strict=False) for one, other in pairs) for pairs in _tournament(sites))
+    yield from _both_ways(filter(None, (tuple(chain(*flows)) for flows in chain(near, far))))
 
 
-def _tournament(num_hosts: int) -> Iterator[tuple[Flow, ...]]:
-    """Yield rounds of pairs that share no host, in which each pair comes once (the circle method).
+def _tournament(players: Sequence[Player]) -> Iterator[tuple[tuple[Player, Player], ...]]:
+    """Yield rounds of pairs that share no player, in which each pair comes once (the circle method).
 
-    >>> [len(pairs) for pairs in tournament(5)]
+    >>> [len(pairs) for pairs in tournament(range(5))]
     [2, 2, 2, 2, 2]
     """
-    places: list[int | None] = list(range(num_hosts))
-    if num_hosts % 2:
+    places: list[Player | None] = list(players)
+    if len(places) % 2:
         places.append(None)
     for _ in range(len(places) - 1):
         half = len(places) // 2
@@ -306,18 +339,22 @@ def _tournament(num_hosts: int) -> Iterator[tuple[Flow, ...]]:
         places = [places[0], places[-1], *places[1:-1]]
 
 
-def _rounds_across(num_hosts: int, switches: Sequence[Set]) -> Iterator[tuple[Flow, ...]]:
+def _rounds_across(switches: Sequence[Set], around: Around) -> Iterator[tuple[Flow, ...]]:
     """Yield two rounds for each switch: all below it to others, and back; who has no partner of its own shares one."""
 
     def across(inside: Sequence[int], outside: Sequence[int]) -> tuple[Flow, ...]:
         longest = max(len(inside), len(outside))
         return tuple((inside[k % len(inside)], outside[k % len(outside)]) for k in range(longest))
 
-    everyone = frozenset(range(num_hosts))
-    return _both_ways(across(sorted(switch), sorted(everyone - switch)) for switch in switches)
+    return _both_ways(across(sorted(switch), sorted(around(switch) - switch)) for switch in switches)
 
 
-def _rounds_inside(num_hosts: int, groups: Sequence[Set]) -> Iterator[tuple[Flow, ...]]:
+def _rounds_across_all(switches: Sequence[Set], sites: Sequence[Set]) -> list[tuple[Flow, ...]]:
+    """Return these rounds with all others, each once: the links of two sides are one."""
+    return list(dict.fromkeys(_rounds_across(switches, lambda _: _everyone(sites))))
+
+
+def _rounds_inside(groups: Sequence[Set], around: Around) -> Iterator[tuple[Flow, ...]]:
     """Yield rounds in which each host speaks with two others of its group at once, all groups together.
 
     So what it can do shows beyond what one other can. A host that has not two beside it speaks with all there are.
@@ -326,7 +363,8 @@ def _rounds_inside(num_hosts: int, groups: Sequence[Set]) -> Iterator[tuple[Flow
     outward = [tuple(chain(*flows)) for flows in zip_longest(*parts, fillvalue=())]
     few = [host for group in groups if len(group) < FEW for host in group]
     if len(few) <= MOST_STARS:
-        outward += [tuple((host, other) for other in range(num_hosts) if other != host) for host in few]
+        others = {host: around(frozenset((host,))) - {host} for host in few}
+        outward += [tuple((host, other) for other in sorted(others[host])) for host in few]
     return _both_ways(outward)
 
 

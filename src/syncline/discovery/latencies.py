@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from syncline.discovery.tree_search import Flow
+from syncline.discovery.tree_search import Flow, Set
+from syncline.fabric.sizing import FAR_S
 from syncline.topology import Host, Switch, Topology
 from syncline.topology.tree import relinked
 
@@ -20,6 +21,16 @@ LEAST_S = 0.5e-3
 """Of a link; less is that of switches and hosts, which a message costs anyway."""
 _DIGITS = 4
 """Seconds are told to a tenth of a millisecond."""
+
+
+def sites_of(num_hosts: int, round_trips: Mapping[Flow, float]) -> list[Set]:
+    """Return sets of hosts that are near each other, or near others that are: what is not known is taken for near."""
+    sites = {host: frozenset((host,)) for host in range(num_hosts)}
+    for (one, other), seconds in round_trips.items():
+        if seconds < FAR_S and sites[one] != sites[other]:
+            both = sites[one] | sites[other]
+            sites |= dict.fromkeys(both, both)
+    return sorted(set(sites.values()), key=min)
 
 
 def with_latencies(topology: Topology, ranks: Sequence[int], round_trips: Mapping[Flow, float]) -> Topology:

@@ -34,7 +34,8 @@ LEAST_NOISE = 0.12
 CALM = 2.0
 """From so many times the noise on, errors count linearly: something else may have been in a flow's way."""
 SWITCH_COST = 8.0
-"""A switch must explain so much more, in squared errors over squared noise, than a tree without it."""
+"""A switch must explain so much more, in squared errors over squared noise, than a tree without it; and twice as much
+where it has some hosts of a site and some beside it, as few flows between sites tell of that."""
 APART = 0.85
 """Hosts may be below a switch of their own if the next ones are only so near, as a part, or less."""
 MOST_NEAR = 4
@@ -74,15 +75,18 @@ class FittedTree:
     """Rounds in which that is more than DOUBT."""
 
 
-def fit_tree(num_hosts: int, rounds: Sequence[Round], *, known: Iterable[Set] = ()) -> FittedTree:
+def fit_tree(
+    num_hosts: int, rounds: Sequence[Round], *, known: Iterable[Set] = (), sites: Sequence[Set] = ()
+) -> FittedTree:
     """Return the tree that explains ``rounds`` best; every host is in one of them at least.
 
-    ``known`` are the switches of a tree that explained some of them; without, the search begins with likely ones.
-    Where the same flows were measured more than once, how far they differ is the noise that a tree need not explain.
+    ``known`` are the switches of a tree that explained some of them; without, the search begins with likely ones. What
+    divides one of the ``sites`` must explain more. Where the same flows were measured more than once, how far they
+    differ is the noise that a tree need not explain.
     """
     noise = noise_of(rounds)
     rounds = _plausible(num_hosts, _together(rounds))
-    evidence = _Evidence(num_hosts, rounds, noise)
+    evidence = _Evidence(num_hosts, rounds, noise, sites)
     near = _nearness(num_hosts, rounds)
     hints = [hint for hint, _ in _hints(near)]
 
@@ -127,9 +131,9 @@ class _Evidence:
     that carry more are shared as switches' links are.
     """
 
-    def __init__(self, num_hosts: int, rounds: Sequence[Round], noise: float) -> None:
+    def __init__(self, num_hosts: int, rounds: Sequence[Round], noise: float, sites: Sequence[Set]) -> None:
         shape = (len(rounds), max(len(each.flows) for each in rounds))
-        self._num_hosts, self._noise = num_hosts, noise
+        self._num_hosts, self._noise, self._sites = num_hosts, noise, sites
         self._flows = [each.flows for each in rounds]
         self._sources, self._targets = np.full(shape, num_hosts), np.full(shape, num_hosts)
         self._rates, self._is_real = np.zeros(shape), np.zeros(shape, bool)
@@ -153,7 +157,8 @@ class _Evidence:
             predicted, _ = self._predict(sorted(switches, key=sorted))
             off = np.abs(np.log(np.maximum(predicted, _LEAST) / np.maximum(self._rates, _LEAST))) / self._noise
             losses = huber_losses(off[self._is_real])
-            self._scores[switches] = float(np.sum(losses)) + SWITCH_COST * len(switches)
+            num_split = sum(not _is_laminar(switch, site) for switch in switches for site in self._sites)
+            self._scores[switches] = float(np.sum(losses)) + SWITCH_COST * (len(switches) + num_split)
         return self._scores[switches]
 
     def describe(self, switches: frozenset[Set]) -> FittedTree:
@@ -270,7 +275,10 @@ def children(num_hosts: int, switches: Iterable[Set], above: Set) -> list[Set]:
 
 
 def _nearness(num_hosts: int, rounds: Sequence[Round]) -> np.ndarray:
-    """Return for each pair how fast its flows were, beside what both can do, when all others spoke too."""
+    """Return for each pair how fast its flows were, beside what both can do, when all others spoke too.
+
+    Two that never spoke are not near: they are of other sites.
+    """
     pairs = np.full((num_hosts, num_hosts), np.inf)
     for each in rounds:
         if len({host for flow in each.flows for host in flow}) == 2 * len(each.flows):  # each host in one flow
@@ -278,8 +286,7 @@ def _nearness(num_hosts: int, rounds: Sequence[Round]) -> np.ndarray:
                 pairs[source, target] = min(pairs[source, target], rate)
     most = np.where(np.isinf(pairs), 0.0, pairs)
     able = np.minimum(most.max(axis=1)[:, None], most.max(axis=0)[None, :])
-    part = pairs / able
-    np.fill_diagonal(part, 0.0)
+    part = most / able
     return np.asarray(np.sqrt(part * part.T))
 
 
