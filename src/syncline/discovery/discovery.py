@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain, product, zip_longest
 from pathlib import Path
 from typing import TypeVar
 
@@ -188,7 +188,7 @@ def find_tree(sites: Sequence[Set], measure: Measure) -> FittedTree:
     for _ in range(NUM_PASSES):
         around = partial(_around, sites, _rates(tree))
         across = _sides((*tree.switches, *likely_sets(len(everyone), rounds)), around)
-        wanted = (*_rounds_across(across, around), *_rounds_inside(_groups(tree), around))
+        wanted = (*_rounds_across(across, around), *_rounds_inside(_groups(tree, sites), around))
         measured = {each.flows for each in rounds}
         new = [flows for flows in wanted if flows not in measured]
         if not new:
@@ -210,13 +210,11 @@ def _rates(tree: FittedTree) -> dict[Set, float]:
     return {everyone - node: rate for node, rate in rates.items()} | rates
 
 
-def _groups(tree: FittedTree) -> list[Set]:
-    """Return the hosts right below each switch."""
-    nodes = (
-        children(tree.num_hosts, tree.switches, above) for above in (frozenset(range(tree.num_hosts)), *tree.switches)
-    )
-    groups = {frozenset(host for node in each if len(node) == 1 for host in node) for each in nodes}
-    return sorted(filter(None, groups), key=sorted)
+def _groups(tree: FittedTree, sites: Sequence[Set]) -> list[Set]:
+    """Return the hosts of a site that are right below one switch, for each."""
+    nodes = (children(tree.num_hosts, tree.switches, above) for above in (_everyone(sites), *tree.switches))
+    hosts = [frozenset(chain(*(node for node in each if len(node) == 1))) for each in nodes]
+    return sorted(filter(None, {each & site for each, site in product(hosts, sites)}), key=sorted)
 
 
 def measure_again(port: Port, communicator: Communicator, *, stream: int) -> Topology:
