@@ -107,6 +107,18 @@ WHOLE_STATE = Combination(
     "take Sharded(), or leave memory out of the topology",
     is_refused=False,
 )
+OF_DIVIDING_PARTIES = (
+    WHOLE_STATE._replace(
+        remedy="take within=Sharded(), or leave memory out of the topology", when=lambda rule, _: not rule.divides
+    ),
+    Combination(
+        "save_on_failure=",
+        "with within=Sharded(), of whose state each rank has a part",
+        "save checkpoints on the way (save_checkpoint(..., keep=2, wait=False)), or take within=AllReduce()",
+        when=lambda rule, _: rule.divides,
+    ),
+)
+"""Of rules whose parties may divide the state."""
 _CODES, _NO_GATEWAY = "in which each rank sends codes to other sites itself", "leave gateway out of the topology"
 COMPRESSED = tuple(
     Combination(

@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
-
-import torch
 
 from syncline.arguments import Count, check_fields
 from syncline.errors import ConfigurationError
 from syncline.schedule.period import USUAL
 from syncline.schedule.replicas import Replicate
 from syncline.updates.allreduce import AllReduce
-from syncline.updates.combinations import COMPRESSED, OF_LOCAL_STEPS, WHOLE_STATE, Combination
+from syncline.updates.combinations import COMPRESSED, OF_DIVIDING_PARTIES, OF_LOCAL_STEPS, Combination
 from syncline.updates.compression import Compress, compress
 from syncline.updates.elastic_local_steps import ElasticLocalStepsUpdater
 from syncline.updates.local_steps_updater import LocalStepsUpdater, Nesterov, Pace
-from syncline.updates.rule import Setting, WholeRule
+from syncline.updates.party import PartyRule
+from syncline.updates.rule import Setting
 from syncline.updates.sharded import Sharded
 
 __all__ = ["LocalSteps", "Nesterov"]
 
-_WHOLE, _PLAIN = AllReduce(bucket_bytes=512 * 1024), Sharded()
-_NOT_WITHIN = {
-    "overlap_forward": "whose parameters a round takes as soon as step() returns",
-    "step_in_backward": "which would have new parameters before a round is merged",
-    "replicate": "which has everything once: the parties are the replicas",
-    "spares": "of which no rank may be lost",
-}
-"""What of ``Sharded()`` a party has no use for, and why."""
+_WHOLE = AllReduce(bucket_bytes=512 * 1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalSteps(WholeRule):
+class LocalSteps(PartyRule):
     """Sites make ``period`` steps by themselves, then what all have changed is averaged: for links that are slow.
 
     A link between sites carries the parameters once in each direction in a period, in place of the gradients in every
@@ -96,20 +87,11 @@ class LocalSteps(WholeRule):
     within: AllReduce | Sharded = _WHOLE
     combinations: ClassVar[tuple[Combination, ...]] = (
         *OF_LOCAL_STEPS,
-        WHOLE_STATE._replace(
-            remedy="take within=Sharded(), or leave memory out of the topology",
-            when=lambda rule, _: not rule.divides,
-        ),
+        *OF_DIVIDING_PARTIES,
         Combination(
             "elastic=True",
             "with within=Sharded(): a part of the state would be lost with a rank",
             "take within=AllReduce(), or leave out elastic=",
-            when=lambda rule, _: rule.divides,
-        ),
-        Combination(
-            "save_on_failure=",
-            "with within=Sharded(), of whose state each rank has a part",
-            "save checkpoints on the way (save_checkpoint(..., keep=2, wait=False)), or take within=AllReduce()",
             when=lambda rule, _: rule.divides,
         ),
         *COMPRESSED,
@@ -117,7 +99,7 @@ class LocalSteps(WholeRule):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        self._check_within()
+        self.check_within("party", "give compress to LocalSteps itself")
         if self.period == "auto" and (self.outer is not None or not self.overlap):
             raise ConfigurationError(
                 'LocalSteps: period="auto" is the shortest that links carry while ranks compute, so it goes neither '
@@ -145,40 +127,6 @@ class LocalSteps(WholeRule):
             if isinstance(self.pace, str)
             else "LocalSteps(pace=) gives the speeds of hosts, and newcomers may come on others"
         )
-
-    def _check_within(self) -> None:
-        if self.within.compress != "off":
-            raise ConfigurationError(
-                f"LocalSteps: within={type(self.within).__name__}(compress={self.within.compress!r}) would code what "
-                "moves inside of a party, and slow links are between parties; give compress to LocalSteps itself"
-            )
-        if not isinstance(self.within, Sharded):
-            return
-        for name, why in _NOT_WITHIN.items():
-            if (value := getattr(self.within, name)) != getattr(_PLAIN, name):
-                raise ConfigurationError(
-                    f"LocalSteps: within=Sharded({name}={value!r}) does not suit a party, {why}; leave out {name}"
-                )
-        if isinstance(self.within.portions, Mapping):
-            raise ConfigurationError(
-                "LocalSteps: within=Sharded(portions=) of hosts are those of a whole job, and each party divides all; "
-                "give a number, or leave out portions"
-            )
-
-    @property
-    def divides(self) -> bool:
-        """Whether each rank of a party keeps its part of the state alone."""
-        return isinstance(self.within, Sharded)
-
-    @property
-    def bucket_bytes(self) -> int:
-        """Size of a bucket, about: that of ``within``."""
-        return self.within.bucket_bytes
-
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise :class:`UpdateError` if the optimizer wants a closure, or cannot step on what it is given within."""
-        WholeRule.check(self, optimizer)
-        self.within.check(optimizer)
 
     def start(self, setting: Setting) -> LocalStepsUpdater:
         """Begin to work on a model; every rank calls it, on the training thread."""

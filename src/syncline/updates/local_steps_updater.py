@@ -41,12 +41,12 @@ from syncline.updates.bucket import Bucket, BucketPlan, Slot
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketSchedule, BucketScheduleOptions, plan_bucket_schedules
 from syncline.updates.control import ControlStream
-from syncline.updates.divided import DividedGradients
-from syncline.updates.ownership import check_hosts, most_shares
-from syncline.updates.report import LocalReports, PendingReport, StepReports
+from syncline.updates.ownership import check_hosts
+from syncline.updates.party import PartyUpdater
+from syncline.updates.report import PendingReport
 from syncline.updates.rounds import Move, Round
-from syncline.updates.rule import Setting, Updater, UpdateRule, WholeUpdater
-from syncline.updates.state import VELOCITY, ChosenState, StateEntry, StateOfRank, StateSource, key_of_rank
+from syncline.updates.rule import Setting, UpdateRule
+from syncline.updates.state import VELOCITY, StateSource
 
 # The outer optimizer: what the averaged difference of a period does to the parameters (DiLoCo's Nesterov momentum).
 #
@@ -172,40 +172,10 @@ class LocalStepsStatistics:
         return f"{self.num_rounds} rounds in {self.num_steps} steps, {self.num_waits} waited for: {self.waited_s:.1f} s"
 
 
-class LoneUpdater(WholeUpdater):
-    """That of a party of one rank: nothing is combined."""
-
-    def make_reports(self) -> LocalReports:
-        """Tell nobody."""
-        return LocalReports()
-
-    def begin_backward(self) -> None:
-        """There is nothing to make ready."""
-
-    def reduce(self, bucket: Bucket) -> None:
-        """Leave the gradients as they are."""
-
-    def finish_backward(self, report: PendingReport) -> Sequence[bool]:
-        """Show what this rank's pass has brought."""
-        return report.present
-
-    def step(self) -> None:
-        """Step the user's optimizer."""
-        self.optimizer.step()
-
-    def _saved(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        return state
-
-    def close(self) -> None:
-        """There is nothing under way."""
-
-
-class LocalStepsUpdater(WholeUpdater):
+class LocalStepsUpdater(PartyUpdater):
     """Local steps at work on one model; ``within`` is the rule of each party, whose updater does all but rounds."""
 
-    is_synchronous = False
     shares_buffers = True
-    keeps_own_state = True
     _last_told: torch.Tensor | None = None
     """What ranks have told in the last round that was merged."""
 
@@ -221,24 +191,18 @@ class LocalStepsUpdater(WholeUpdater):
         parties: Replicate | None,
         pace: Pace,
     ) -> None:
-        super().__init__(setting)
-        self._setting, self._within, self._outer_rule, self._overlaps = setting, within, outer, overlap
+        super().__init__(setting, within)
+        self._overlaps = overlap
         number = min(fragments, USUAL if period == "auto" else period)
-        self.parties = find_parties(self.collectives.communicator.topology, parties)
-        self._ranks = next(ranks for ranks in self.parties if self.collectives.rank in ranks)
-        self._has_pace, self._period = pace != "equal", PartyPeriod(period, speeds=self._speeds(pace))
-        self._num_group_streams = 2 + len(self.buckets) if max(map(len, self.parties)) > 1 else 0
-        """Of a party's communicator; every rank takes as many, also one that is a party by itself."""
-        streams = self._reserve(self._num_group_streams)
-        self._party: Updater = self._open_party(streams) if len(self._ranks) > 1 else LoneUpdater(setting)
-        self.divides_gradients = self._party.divides_gradients
+        found = find_parties(self.collectives.communicator.topology, parties)
+        self._has_pace, self._period = pace != "equal", PartyPeriod(period, speeds=self._speeds(pace, found))
+        self._start_parties(found, num_beside=1 if outer is None else 2)  # starts and velocities
         self._parts = _cut(self.buckets, 1 if self.collectives.crossing is not None else number)
         self._smallest = _divide(self._parts, number)
         """Fragments as a usual period has them; a shorter one has fewer, each of several of these."""
         self._fragments = _join(self._smallest, self._period.num_fragments(number))
         self._control, self._part_collectives = self._open_ways()
         self._starts = [bucket.parameters.clone() for bucket in self.buckets]
-        self._velocities: dict[torch.Tensor, Any] = {}
         self._outer = [OuterStep(one, self.optimizer, outer, self.whole_state) for one in self.buckets if outer]
         self._flight: Round | None = None
         """What is on its way."""
@@ -260,71 +224,11 @@ class LocalStepsUpdater(WholeUpdater):
             num_steps=0, num_rounds=0, num_waits=0, waited_s=0.0, period=self._period.own_steps, parties=self.parties
         )
 
-    @property
-    def reporting_ranks(self) -> Sequence[int]:
-        """The ranks of this one's party, which tell each other of every pass."""
-        return self._ranks
-
-    def make_reports(self) -> StepReports | LocalReports:
-        """Return what tells the party of each pass."""
-        return self._party.make_reports()
-
-    @property
-    def dividing(self) -> Updater:
-        """The party's."""
-        return self._party
-
-    @property
-    def divided_gradients(self) -> DividedGradients | None:
-        """Those of the party."""
-        return self._party.divided_gradients
-
-    @property
-    def state(self) -> Mapping[torch.Tensor, Any]:
-        """The party's, and velocities."""
-        return {**self._velocities, **self._party.state} if self.divides_gradients else self._party.state
-
-    @property
-    def whole_state(self) -> MutableMapping[torch.Tensor, Any]:
-        """Velocities alone where the party divides all else: a user's optimizer would take them for its own state."""
-        return self._velocities if self.divides_gradients else self.optimizer.state
-
-    def begin_backward(self) -> None:
-        """Let the party combine gradients."""
-        self._party.step_number = self.step_number
-        self._party.begin_backward()
-
-    def reduce(self, bucket: Bucket) -> None:
-        """Combine a bucket's gradients in the party."""
-        self._party.reduce(bucket)
-
     def finish_backward(self, report: PendingReport) -> Sequence[bool] | None:
         """Take the party's gradients, and note how many samples are behind them."""
-        present = self._party.finish_backward(report)
-        if present is None:  # a party that divides waits in its step
-            report.wait()
+        present = super().finish_backward(report)
         self._weight = report.total / len(report.ranks or self._ranks)
         return present
-
-    def carry(self, kept: Sequence[bool]) -> None:
-        """Let the party's next pass add to these."""
-        self._party.carry(kept)
-
-    def drop(self, positions: Sequence[int]) -> None:
-        """Leave these out of the party's next step."""
-        self._party.drop(positions)
-
-    def discard(self) -> None:
-        """Forget the party's gradients."""
-        self._party.discard()
-
-    def synchronize(self) -> None:
-        """Raise what went wrong in the party."""
-        self._party.synchronize()
-
-    def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
-        """Clip the party's gradients."""
-        return self._party.clip_grad_norm(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def step(self) -> None:
         """Make the party's step; merge the round that is under way, and begin the next one, when it is time."""
@@ -381,40 +285,18 @@ class LocalStepsUpdater(WholeUpdater):
         """Return what was sent and waited for on this rank."""
         return self._counts
 
-    def state_entries(self) -> list[StateEntry]:
-        """Return what this rank saves of its party's state: that of the first under plain keys; a velocity once."""
-        entries, number = self._party.state_entries(), self._party_number
-        if self.divides_gradients:
-            entries += super().state_entries()
-        return [
-            replace(entry, key=key_of_rank(entry.key, number))
-            for entry in entries
-            if number == 0 or entry.key != VELOCITY
-        ]
-
     def load_state(self, source: StateSource) -> None:
-        """Take the state that this party had; what all have alike, or a party of a smaller job, where it is new."""
+        """Take the party's, and go on as at the end of a period."""
         self._land()
         self._is_equal = True
         self._unsent = [(0.0, 0)] * len(self._fragments)
-        own: StateSource = StateOfRank(source, self._party_number)
-        if self.divides_gradients:
-            super().load_state(ChosenState(own, lambda key: key == VELOCITY))
-            own = ChosenState(own, lambda key: key != VELOCITY)
-        self._party.load_state(own)
-
-    @property
-    def _party_number(self) -> int:
-        return self.parties.index(tuple(self._ranks))
+        super().load_state(source)
 
     def close(self) -> None:
         """Give up what is under way."""
-        self._party.close()
-        if self._party.collectives is not self.collectives:
-            self._party.collectives.communicator.close()
         if self._part_collectives is not self.collectives:
             self._part_collectives.close()
-        self.collectives.close()
+        super().close()
 
     def release(self) -> None:
         """Let go of the memory."""
@@ -427,14 +309,15 @@ class LocalStepsUpdater(WholeUpdater):
         """Whether parties may make other numbers of steps in a period than before, or than others."""
         return self._period.is_found or self._has_pace
 
-    def _speeds(self, pace: Pace) -> tuple[float, float] | None:
+    def _speeds(self, pace: Pace, parties: Sequence[Sequence[int]]) -> tuple[float, float] | None:
         """Return how fast this party and the slowest are, of the fastest; a party is as fast as its slowest host."""
         if not isinstance(pace, Mapping):
             return None if pace == "own" else (1.0, 1.0)
         topology = self.collectives.communicator.topology
         check_hosts("the speeds of LocalSteps(pace=)", pace, topology)
-        speeds = [min(pace[topology.host_of(rank).name] for rank in ranks) for ranks in self.parties]
-        return speeds[self.parties.index(self._ranks)] / max(speeds), min(speeds) / max(speeds)
+        speeds = [min(pace[topology.host_of(rank).name] for rank in ranks) for ranks in parties]
+        (own,) = (speed for speed, ranks in zip(speeds, parties, strict=True) if self.collectives.rank in ranks)
+        return own / max(speeds), min(speeds) / max(speeds)
 
     def _num_sends(self, step: int) -> int:
         """Return how many rounds have begun by the end of a step, spread evenly over each period."""
@@ -513,29 +396,6 @@ class LocalStepsUpdater(WholeUpdater):
         """Return the means of a round when they are there, and what it has become meanwhile."""
         return flight, flight.wait()
 
-    def _open_party(self, streams: range) -> Updater:
-        """Return what makes the steps of this rank's party."""
-        group, schedules = self._open_group(streams)
-        control = ControlStream(group, stream=group.user_stream + 1)
-        collectives = BucketCollectives(group, control=control, bucket_schedules=schedules)
-        return self._within.start(replace(self._setting, collectives=collectives))
-
-    def _open_group(self, streams: range) -> tuple[Communicator, tuple[BucketSchedule, ...]]:
-        """Return a communicator of this rank's party, and how buckets move there; its second stream is free."""
-        group = self.collectives.communicator.open_group(self._ranks, streams=streams)
-        plans, options = [bucket.plan for bucket in self.buckets], self._within.schedule_options
-        most = None
-        if options.is_divided:
-            most = most_shares(
-                group.topology,
-                plans,
-                self.optimizer,
-                num_copies=options.num_copies,
-                num_beside=1 if self._outer_rule is None else 2,  # of starts and velocities
-                tells=group.rank == 0,
-            )
-        return group, plan_bucket_schedules(group, plans, options, first_stream=streams[2], most=most, is_together=True)
-
     def _open_ways(self) -> tuple[ControlStream, BucketCollectives]:
         """Return what rounds are told by, and what moves their parts."""
         are_buckets = len(self._parts) == len(self.buckets)
@@ -546,9 +406,6 @@ class LocalStepsUpdater(WholeUpdater):
         job, plans = self.collectives.communicator, [part.plan for part in self._parts]
         schedules = _plan_whole(job, plans, self._reserve(len(plans)).start)
         return BucketCollectives(job, control=self.collectives.control, bucket_schedules=schedules)
-
-    def _reserve(self, number: int) -> range:
-        return self._setting.reserve_streams(number)
 
     @torch.no_grad()
     def _land(self) -> torch.Tensor:
