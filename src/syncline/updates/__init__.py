@@ -6,7 +6,7 @@ from syncline.late_imports import late_names
 
 if TYPE_CHECKING:
     from syncline.updates.allreduce import AllReduce as AllReduce
-    from syncline.updates.clustered.rule import Clustered as Clustered
+    from syncline.updates.clustered.rule import Clustered as Clustered, TemporaryServer as TemporaryServer
     from syncline.updates.local_steps import LocalSteps as LocalSteps, Nesterov as Nesterov
     from syncline.updates.overlapped.rule import Overlapped as Overlapped
     from syncline.updates.ownership import matrix_cost as matrix_cost
@@ -23,7 +23,7 @@ _NAMES = {
     "local_steps": "LocalSteps Nesterov",
     "overlapped.rule": "Overlapped",
     "peer_state": "StateLostError",
-    "clustered.rule": "Clustered",
+    "clustered.rule": "Clustered TemporaryServer",
     "rule": "UpdateRule Updater Setting",
 }
 

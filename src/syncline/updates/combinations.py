@@ -152,13 +152,12 @@ OF_INDEPENDENT_RANKS = (
     Combination(
         "Elastic(min_ranks=)",
         "which has a quorum of its own and goes on without lost ranks by that",
-        "say elastic=True, and quorum= to the rule",
+        "say elastic=True, and give the rule a quorum",
     ),
     *on_preemption(
         _APART, "leave it out, and call optimizer.end_period() and save_checkpoint() from a handler of your own"
     ),
     NOBODY_WAITS,
-    WHOLE_STATE,
 )
 """Of rules in which ranks do not wait for each other in every step."""
 OF_LOCAL_STEPS = (

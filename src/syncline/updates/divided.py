@@ -140,6 +140,7 @@ class DividedGradients:
             self.wait_reductions()
         self._reductions, self._report, self._is_inspected = {}, None, False
         self._set_aside = self._carried = None
+        self._dropped = frozenset()
 
     def inspect(self) -> None:
         """Wait until the gradients are there."""
@@ -203,18 +204,21 @@ class DividedGradients:
 
     def hand_over(self) -> GradientsOfStep:
         """Return what a step needs; from now on the scales are what the step has applied."""
-        assert self._report is not None, "a step follows a backward pass"
-        handed = GradientsOfStep(
-            report=self._report,
-            reductions=tuple(self._reductions[bucket.index] for bucket in self._buckets),
-            scales=tuple(self._scales) if self._is_inspected else None,
-            carried=self._carried,
-            dropped=self._dropped,
-        )
+        handed = self._of_step()
         self._scales = [1.0] * len(self._scales)
         self._norms.clear()
         self._is_inspected = self._is_handed_over = True
         return handed
+
+    @property
+    def present(self) -> Sequence[bool]:
+        """For each position, whether a step would be made on it."""
+        return self._of_step().present()
+
+    def replace(self, present: Sequence[bool]) -> None:
+        """Step on what is in the shards' gradients by now, of the parameters that are ``present`` (by position)."""
+        self._carried, self._dropped = tuple(present), frozenset(_places([not there for there in present]))
+        self._norms.clear()
 
     def apply_scales(self) -> None:
         """Multiply the own parts by the scales that were noted."""
@@ -273,6 +277,16 @@ class DividedGradients:
         """Wait until what has begun of a pass is over."""
         for work in self._reductions.values():
             work.wait()
+
+    def _of_step(self) -> GradientsOfStep:
+        assert self._report is not None, "a step follows a backward pass"
+        return GradientsOfStep(
+            report=self._report,
+            reductions=tuple(self._reductions[bucket.index] for bucket in self._buckets),
+            scales=tuple(self._scales) if self._is_inspected else None,
+            carried=self._carried,
+            dropped=self._dropped,
+        )
 
     def _own_powers(self, norm_type: float) -> torch.Tensor:
         """Sum the absolute values of the owned elements to the power ``norm_type``; their largest for infinity."""

@@ -116,9 +116,10 @@ class PartyUpdater(WholeUpdater):
     _ranks: tuple[int, ...]
     _party: Updater
 
-    def __init__(self, setting: Setting, within: UpdateRule) -> None:
+    def __init__(self, setting: Setting, within: Any) -> None:
         super().__init__(setting)
-        self._setting, self._within = setting, within
+        self._setting = setting
+        self._within: UpdateRule = within
         self._beside: dict[torch.Tensor, Any] = {}
         """What every rank keeps whole where its party divides the state."""
 

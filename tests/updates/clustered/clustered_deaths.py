@@ -24,7 +24,7 @@ def main() -> None:
     ) as fleet:  # the kernel tells of the dead, and their silence does not
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 32))
-        rule = syncline.Clustered(period=4, features=("kind",), quorum=0.3)
+        rule = syncline.Clustered(period=4, features=("kind",), within=syncline.updates.TemporaryServer(quorum=0.3))
         model, optimizer = syncline.distribute(
             model, torch.optim.SGD(model.parameters(), lr=0.05), rule, samples="batch"
         )

@@ -14,7 +14,7 @@ from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.topology import Topology
-from syncline.updates import AllReduce
+from syncline.updates import AllReduce, TemporaryServer
 from syncline.updates.clustered.rule import Clustered
 from thread_fleets import run_fleets
 
@@ -248,7 +248,7 @@ def test_a_checkpoint_is_saved_after_a_death_and_loads_alone(victim: int, tmp_pa
 
 
 def test_a_rank_without_enough_others_stops_with_an_error_that_says_so() -> None:
-    rule = Clustered(period=2, reelect_every=2, clusters=((0, 1), (2, 3)), quorum=0.75)
+    rule = Clustered(period=2, reelect_every=2, clusters=((0, 1), (2, 3)), within=TemporaryServer(quorum=0.75))
 
     def die(rank: int, step: int, _) -> None:
         if rank in (2, 3) and step == 3:
@@ -297,12 +297,16 @@ def test_clusters_follow_the_topology_and_rank_0_says_why(caplog: pytest.LogCapt
         ({"clusters": "some"}, "clusters must be"),
         ({"forecast": 1.5}, "forecast must be a number from 0 to 1"),
         ({"forecast": 1.0, "period": 1}, "forecast needs"),
-        ({"quorum": 1.5}, "quorum must be a number from 0 to 1"),
     ],
 )
 def test_a_wrong_rule_is_refused_when_it_is_made(arguments, message) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Clustered(**arguments)
+
+
+def test_a_wrong_quorum_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="quorum must be a number from 0 to 1"):
+        TemporaryServer(quorum=1.5)
 
 
 def test_a_forecast_is_refused_where_last_batches_are_exchanged() -> None:

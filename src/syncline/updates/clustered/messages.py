@@ -7,8 +7,9 @@ The records that a cluster agrees on come one after the other, in an order that 
 
 A *mean* is that of a cluster's gradients of one batch. A *result* is what the clusters' exchange at the end of a period
 gave. An *average*, at the end of a term if asked for, is that of all clusters' parameters. With one cluster there is
-nothing to exchange, and the records are means alone. Every record needs something from every live member of the
-cluster, so no two members are ever more than one record apart; the whole protocol stands on that.
+nothing to exchange, and the records are means alone. Where collectives make the means, records are all else. Every
+record needs something from every live member of the cluster, so no two members are ever more than one record apart; the
+whole protocol stands on that.
 
 The protocol itself does no I/O and no arithmetic. A message may have a payload: vectors, which it never opens.
 Every message names its term; one of a term that is over is refused. On its way it carries whom its sender takes for
@@ -57,13 +58,14 @@ class RecordSchedule:
 
     period: int
     reelect_every: int
+    has_means: bool = True
     has_outer_rounds: bool = True
     averages: bool = False
 
     @property
     def records_of_period(self) -> int:
         """Number of records of a period, its average apart."""
-        return self.period + self.has_outer_rounds
+        return self.period * self.has_means + self.has_outer_rounds
 
     @property
     def records_of_term(self) -> int:
@@ -75,11 +77,11 @@ class RecordSchedule:
         assert index >= 0
         term, within = divmod(index, self.records_of_term)
         period_in_term, batch = divmod(within, self.records_of_period)
-        kind = Kind.RESULT if batch == self.period else Kind.MEAN
+        kind = Kind.RESULT if batch == self.period * self.has_means else Kind.MEAN
         if self.averages and within == self.records_of_term - 1:
-            kind, period_in_term, batch = Kind.AVERAGE, self.reelect_every - 1, self.period
+            kind, period_in_term = Kind.AVERAGE, self.reelect_every - 1
         period = term * self.reelect_every + period_in_term
-        batch = period * self.period + min(batch, self.period - 1)
+        batch = period * self.period + (batch if kind is Kind.MEAN else self.period - 1)
         return Record(index=index, kind=kind, term=term, period=period, batch=batch)
 
     def last_of_term(self, term: int) -> int:

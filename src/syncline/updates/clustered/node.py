@@ -32,7 +32,7 @@ class Node:
     """Decides for one rank.
 
     ``quorum`` is the part of the ranks that must be alive for this one to go on: one that was cut off from most others
-    stops, instead of training on by itself (see :mod:`syncline.members`).
+    stops, instead of training on by itself (see :mod:`syncline.members`). With None it goes on without nobody.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Node:
         clusters: Sequence[Sequence[int]],
         record_schedule: RecordSchedule,
         mean: Mean,
-        quorum: float = 0.5,
+        quorum: float | None = 0.5,
         reclusters: bool = False,
         elders: Sequence[int] = (),
     ) -> None:
@@ -57,7 +57,7 @@ class Node:
         self.departed: set[int] = set()
         self.stopped: str | None = None
         self._mean = mean
-        self._quorum = Quorum(part=quorum)
+        self._quorum = None if quorum is None else Quorum(part=quorum)
         self._elders = Membership(tuple(elders), self.view.membership.losses)
         """Whose quorum counts too, until an outer round has shown that nobody else is left of them."""
         self.measurements: dict[int, Measurement] = {}
@@ -152,6 +152,10 @@ class Node:
         heard = [one for one in self._unheard if one[0] != peer]
         self.num_refused += len(self._unheard) - len(heard)
         self._unheard = heard
+        if self._quorum is None:
+            if peer not in self.departed:
+                self._stop(f"rank {peer} is lost, and with it a part of its cluster's collectives", (peer,))
+            return
         shortage = self.view.membership.shortage(self._quorum) or self._elders.shortage(self._quorum)
         if shortage is not None:
             self._stop(f"{shortage}, or allow a smaller quorum", shortage.missing, are_too_few=True)

@@ -17,23 +17,57 @@ from syncline.machines.clustering import Inventory
 from syncline.machines.measurement import read_machine
 from syncline.members.job_record import NO_FLAGS
 from syncline.topology import Topology
+from syncline.updates.allreduce import AllReduce
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
 from syncline.updates.clustered.driver import ClusterDriver, ClusteredStatistics, mean_of
+from syncline.updates.clustered.gradients import DividedGradientVectors, GradientVectors
 from syncline.updates.clustered.grouping import ClusterChoice, Pace, Regrouping, Start
 from syncline.updates.clustered.means import Contributions, Period
 from syncline.updates.clustered.messages import Agreed, Clusters, Kind, Measurement, Provided, RecordSchedule
 from syncline.updates.clustered.node import Node
-from syncline.updates.combinations import OF_INDEPENDENT_RANKS, Combination, one_gateway
+from syncline.updates.combinations import OF_DIVIDING_PARTIES, OF_INDEPENDENT_RANKS, Combination, one_gateway
 from syncline.updates.control import ControlStream
-from syncline.updates.flat import Vector, VectorShape
+from syncline.updates.flat import Vector
+from syncline.updates.party import PartyRule, PartyUpdater
 from syncline.updates.report import PendingReport
-from syncline.updates.rule import GrowthAgreement, MemberNews, Newcomers, Setting, WholeRule, WholeUpdater
+from syncline.updates.rule import GrowthAgreement, MemberNews, Newcomers, Setting, WholeRule
+from syncline.updates.sharded import Sharded
+from syncline.updates.sharded_updater import ShardedUpdater
+from syncline.updates.state import StateSource
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clustered(WholeRule):
+class TemporaryServer(WholeRule):
+    """What the ranks of a cluster do in every batch: one, drawn at random for a term, makes the mean of the gradients.
+
+    A rank that dies is left out, whoever it is, and its cluster goes on; a rank that is in reach of less than the part
+    ``quorum`` of all ranks that have not left by themselves (itself included) stops with an error. A rank cannot tell a
+    death from a cut of the network, so with the default, a half, at most one part of a job goes on: the one with more
+    than half of those ranks, or with exactly half and the lowest rank among them. With a smaller ``quorum`` few ranks
+    go on, but so may both sides of a cut. Raises :class:`ConfigurationError` unless it is a number from 0 to 1.
+
+    >>> syncline.Clustered(period=16, within=syncline.updates.TemporaryServer(quorum=0.3)).within
+    TemporaryServer(quorum=0.3)
+    """
+
+    quorum: Share = 0.5
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Gradients are sent as one vector, however they are cut."""
+        return DEFAULT_BUCKET_BYTES
+
+
+_SERVER = TemporaryServer()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clustered(PartyRule):
     """Average gradients inside clusters of like machines each batch, and between clusters once a period.
 
     `docs/mechanisms.md`, Clusters.
@@ -54,11 +88,14 @@ class Clustered(WholeRule):
     with it (SCAFFOLD, Karimireddy et al., 2020). Try it: with a high rate or more than two clusters 1.0 can make
     training diverge, and a shorter period or 0.7 serves better. It needs a period above 1.
 
-    A rank that dies is left out, whoever it is, and its cluster goes on; a rank that is in reach of less than the part
-    ``quorum`` of all ranks that have not left by themselves (itself included) stops with an error. A rank cannot tell a
-    death from a cut of the network, so with the default, a half, at most one part of a job goes on: the one with more
-    than half of those ranks, or with exactly half and the lowest rank among them. With a smaller ``quorum`` few ranks
-    go on, but so may both sides of a cut. A rank that lives, but whose training thread makes no call for
+    ``within``: what the ranks of a cluster do in every batch. :class:`~syncline.updates.TemporaryServer` is what the
+    sources say: all send their gradients to one rank, and the job goes on without ranks that die. With ``AllReduce()``
+    and ``Sharded()`` they make the mean by collectives, under the backward pass, so that links inside of a cluster
+    carry less; clipping and ``GradScaler`` see the cluster's mean, and a lost rank ends the job. ``Sharded()`` also
+    divides the optimizer's state, and what a rank adds up over a period; ``align``, ``cost``, ``portions`` (not those
+    of hosts), ``slice_bytes`` count within the cluster. Servers are drawn for outer rounds all the same.
+
+    Of a job with a temporary server a rank that lives, but whose training thread makes no call for
     ``syncline.init(stall_s=...)`` while others wait for it as long, is left behind as if it were dead, and told so when
     it wakes. An elastic job takes newcomers in when a term ends, unless ``clusters`` are written down, or the
     parameters are not made equal then (``averages=False`` with a period above 1).
@@ -66,14 +103,16 @@ class Clustered(WholeRule):
     Clusters are made when the training starts. With ``recluster_every`` above 0, after every so many terms one server
     looks at the mean of what each machine measured in past periods (clocks, free memory, and its own seconds for a
     batch), and proposes new clusters if their silhouette is clearly higher; that is agreed together with the average of
-    the parameters, and the optimizers of clusters that have changed begin anew, without state. It needs ``averages``,
-    and clusters that were not written down. ``optimizer.statistics()`` tells what a machine measured: ``history`` in
-    each period, ``features`` on average.
+    the parameters, and the optimizers of clusters that have changed begin anew, without state. It needs ``averages``, a
+    temporary server, and clusters that were not written down. ``optimizer.statistics()`` tells what a machine measured:
+    ``history`` in each period, ``features`` on average.
 
-    Each rank keeps four vectors of the size of the gradients beside them (with ``forecast`` five), and a temporary
-    server one for each member. Clusters' parameters are equal when a term has ended; ``optimizer.end_period()`` ends
-    the period, and the term where parameters are averaged. Buffers (BatchNorm) and optimizer state are each rank's, or
-    each cluster's, own.
+    Each rank keeps four vectors of the size of the gradients beside them (with ``forecast`` five; two of them in parts
+    with ``Sharded()``), and a temporary server one for each member. Clusters' parameters are equal when a term has
+    ended; ``optimizer.end_period()`` ends the period, and the term where parameters are averaged. Buffers (BatchNorm)
+    and optimizer state are each rank's, or each cluster's, own. A checkpoint has rank 0's; with ``AllReduce()`` and
+    ``Sharded()`` the state of each cluster, all ranks save it together, and a job with as many clusters goes on to the
+    bit.
 
     Raises :class:`ConfigurationError` for values that are out of range or exclude each other, ``distribute()`` also for
     clusters that do not name each rank once, and :class:`UpdateError` for an optimizer that wants a closure.
@@ -92,10 +131,17 @@ class Clustered(WholeRule):
     forecast: Share = 0.0
     features: Sequence[str] | None = None
     averages: bool | None = None
-    quorum: Share = 0.5
+    within: TemporaryServer | AllReduce | Sharded = _SERVER
     is_literal: bool = field(default=False, init=False)
     combinations: ClassVar[tuple[Combination, ...]] = (
         *OF_INDEPENDENT_RANKS,
+        *OF_DIVIDING_PARTIES,
+        Combination(
+            "elastic=True",
+            "with within=AllReduce() or Sharded(): a lost rank ends its cluster's collectives",
+            "leave out within, or elastic=",
+            when=lambda rule, _: not rule.is_served,
+        ),
         one_gateway("in which whoever is elected server exchanges with other hosts"),
         Combination(
             'Priorities(search="equal")',
@@ -107,6 +153,12 @@ class Clustered(WholeRule):
 
     def __post_init__(self) -> None:
         check_fields(self)
+        self.check_within("cluster", "leave out compress")
+        if self.recluster_every and not self.is_served:
+            raise ConfigurationError(
+                "Clustered: recluster_every moves ranks between clusters, which within=AllReduce() and Sharded() make "
+                "once; leave out within, or recluster_every"
+            )
         if self.recluster_every and (not self.will_average or not isinstance(self.clusters, str | int)):
             raise ConfigurationError(
                 "Clustered: recluster_every needs clusters that are not written down, and parameters that are averaged "
@@ -138,9 +190,9 @@ class Clustered(WholeRule):
         return rule
 
     @property
-    def bucket_bytes(self) -> int:
-        """Gradients are sent as one vector, however they are cut."""
-        return DEFAULT_BUCKET_BYTES
+    def is_served(self) -> bool:
+        """Whether a temporary server makes the means of a cluster, so that nobody waits for its other ranks."""
+        return isinstance(self.within, TemporaryServer)
 
     @property
     def will_average(self) -> bool:
@@ -159,13 +211,15 @@ class Clustered(WholeRule):
     def record_schedule(self, num_clusters: int, *, takes_newcomers: bool = False) -> RecordSchedule:
         """Return the order in which a job with so many clusters agrees on things.
 
-        Where newcomers may come in, one cluster has outer rounds too, without vectors: they tell who comes.
+        Where newcomers may come in, one cluster has outer rounds too, without vectors: they tell who comes. So it has
+        where there are no other records.
         """
         has_others = num_clusters > 1 or self.recluster_every > 0
         return RecordSchedule(
             period=self.period,
             reelect_every=self.reelect_every,
-            has_outer_rounds=has_others or takes_newcomers,
+            has_means=self.is_served,
+            has_outer_rounds=has_others or takes_newcomers or not self.is_served,
             averages=has_others and self.will_average,
         )
 
@@ -180,13 +234,11 @@ FAREWELL_S = 10.0
 """A rank that ends the job does not wait longer for the others to have all that they need."""
 
 
-class ClusteredUpdater(WholeUpdater):
-    """The clustered update at work on one model."""
-
-    is_synchronous = False
+class ClusteredUpdater(PartyUpdater):
+    """The clustered update at work on one model; its parties are clusters, or with a temporary server each rank."""
 
     def __init__(self, setting: Setting, rule: Clustered) -> None:
-        super().__init__(setting)
+        super().__init__(setting, rule.within)
         communicator = self.collectives.communicator
         stream = self.collectives.bucket_schedules[0].stream
         self._rule = rule
@@ -200,10 +252,13 @@ class ClusteredUpdater(WholeUpdater):
         self.inventory, self.clusters = start.inventory, start.clusters
         num_clusters, takes_newcomers = len(self.clusters), setting.newcomers is not None
         self.record_schedule = rule.record_schedule(num_clusters, takes_newcomers=takes_newcomers)
-        sums = rule.period > 1 and not rule.is_literal and rule.record_schedule(num_clusters).has_outer_rounds
-        self._period = Period(forecast_weight=rule.forecast) if sums else None
-        self._shape = VectorShape.of(self.buckets)
-        self._contributions = Contributions(self._shape) if rule.is_literal else None
+        ranks = tuple((rank,) for rank in range(self.collectives.world_size))
+        self._start_parties(ranks if rule.is_served else self.clusters, num_beside=2)  # the last round's vectors
+        self._vectors = GradientVectors(self.buckets)
+        if isinstance(self._party, ShardedUpdater):
+            self._vectors = DividedGradientVectors(self._party)
+        self._period = self._new_period()
+        self._contributions = Contributions(self._vectors.shape) if rule.is_literal else None
         port = communicator.open_port(f"clustered {self.clusters} {self.record_schedule} literal={rule.is_literal}")
         node = Node(
             job=f"{SEED}/{stream}",
@@ -211,14 +266,14 @@ class ClusteredUpdater(WholeUpdater):
             clusters=self.clusters,
             record_schedule=self.record_schedule,
             mean=mean_of,
-            quorum=rule.quorum,
+            quorum=rule.within.quorum if isinstance(rule.within, TemporaryServer) else None,
             reclusters=rule.recluster_every > 0,
             elders=() if setting.newcomers is None else setting.newcomers.elders,
         )
         self._driver = ClusterDriver(
             port,
             communicator,
-            self._shape,
+            self._vectors.shape,
             node,
             stream=stream,
             timeout_s=self.collectives.timeout_s,
@@ -226,6 +281,8 @@ class ClusteredUpdater(WholeUpdater):
             newcomers=setting.newcomers,
         )
         self._position = 0
+        self._num_batches = 0
+        """Of this period."""
         self._samples = 0.0
         self._present: Sequence[bool] = ()
         self._samples_of_period = self._samples_of_term = 0.0
@@ -237,40 +294,48 @@ class ClusteredUpdater(WholeUpdater):
         self._driver.start()
 
     @property
-    def checkpoint_writer(self) -> int:
-        """The lowest rank that lives: one may be lost at any time, so nobody waits for all."""
-        return self._driver.living[0]
+    def checkpoint_writer(self) -> int | None:
+        """The lowest rank that lives, where one may be lost at any time, so that nobody waits for all."""
+        return self._driver.living[0] if self._rule.is_served else None
 
     def begin_backward(self) -> None:
         """Raise why this rank cannot go on, if it cannot."""
         self._driver.raise_failure()
+        super().begin_backward()
 
-    def reduce(self, bucket: Bucket) -> None:
-        """Wait for the step: a gradient is sent as the user leaves it, clipped if they do."""
-
-    def finish_backward(self, report: PendingReport) -> Sequence[bool]:
-        """Take note of how many samples are behind the gradients."""
-        self._samples = report.total
-        self._present = report.present
-        return self._present
+    def finish_backward(self, report: PendingReport) -> Sequence[bool] | None:
+        """Take note of how many samples are behind the gradients: a server is sent them as the user leaves them."""
+        present = super().finish_backward(report)
+        self._samples, self._present = report.total, report.present
+        return present
 
     def step(self) -> None:
-        """Send the own gradients, wait for the cluster's mean, and step; at the end of a period, also exchange."""
-        self._batch(self._samples, self._own_gradients())
+        """Step on the cluster's mean; at the end of a period, also exchange."""
+        self._batch(self._samples, is_pass=True)
         self._samples = 0.0
         self.step_number += 1
 
     @property
     def is_at_period_start(self) -> bool:
         """Whether all ranks have the same parameters, as no batch has been made since they had."""
-        if self._position == 0 or not self.record_schedule.has_outer_rounds:
+        if not self.record_schedule.has_outer_rounds:
             return True
+        if self._position == 0 or self._num_batches:
+            return not self._num_batches
         return self.record_schedule.levels(self.record_schedule.record(self._position - 1))
 
     def end_period(self) -> None:
         """End the period now, and the term too if parameters are averaged at its end; every rank calls it."""
         while not self.is_at_period_start:
-            self._batch(0.0, None)
+            if not self.record_schedule.has_means:
+                self._num_batches = self.record_schedule.period - 1
+            self._batch(0.0, is_pass=False)
+
+    def load_state(self, source: StateSource) -> None:
+        """Take the cluster's, and go on as at the beginning of a period."""
+        super().load_state(source)
+        self._num_batches, self._samples_of_period, self._samples_of_term = 0, 0.0, 0.0
+        self._period = self._new_period()
 
     def finish(self) -> None:
         """End what is under way, so that all ranks have the same parameters, and wait until they have."""
@@ -309,47 +374,74 @@ class ClusteredUpdater(WholeUpdater):
         """Release everything."""
         self._driver.close()
         self._pace.close()
+        super().close()
 
-    def _batch(self, samples: float, gradients: Vector | None) -> None:
+    def _batch(self, samples: float, *, is_pass: bool) -> None:
         """Go through the records of one batch: its mean, and at a period's end the result and the average."""
-        mean = self._mean(samples, gradients)
-        if self.record_schedule.record(self._position).kind is Kind.RESULT:
+        mean = self._mean(samples, is_pass=is_pass)
+        self._num_batches = (self._num_batches + 1) % self.record_schedule.period
+        if self.record_schedule.has_outer_rounds and not self._num_batches:
             step_on = self._outer(mean)
         else:
             step_on = mean if self._period is None else self._period.step_on(mean)
         if step_on is not None:
-            self._show(step_on)
-            self.optimizer.step()
+            if self._rule.is_served or step_on is not mean:
+                self._show(step_on, is_pass=is_pass)
+            self._party.step()
+            self._party.synchronize()
         if self.record_schedule.record(self._position).kind is Kind.AVERAGE:
             self._average()
 
-    def _mean(self, samples: float, gradients: Vector | None) -> Vector | None:
-        """Return the cluster's mean."""
-        self._pace.computed(is_batch=gradients is not None)
-        mean: Vector | None = self._agree(Provided(samples=samples, payload=gradients), "cluster mean").payload
+    def _mean(self, samples: float, *, is_pass: bool) -> Vector | None:
+        """Return the cluster's mean, or this rank's part of it; None if nobody had data."""
+        if not self._rule.is_served:
+            self._count_samples(samples)
+            return self._vectors.take(self._present) if samples > 0 else None
+        own = self._vectors.take(self._present) if is_pass else None
+        self._pace.computed(is_batch=is_pass)
+        mean: Vector | None = self._agree(Provided(samples=samples, payload=own), "cluster mean").payload
         self._pace.began()
         return mean
+
+    def _show(self, vector: Vector, *, is_pass: bool) -> None:
+        """Put what to step on in the place of gradients, which may be those of no pass."""
+        if isinstance(self._vectors, DividedGradientVectors) and not is_pass:
+            self._vectors.pass_nothing()
+        self._vectors.show(vector)
+
+    def _count_samples(self, samples: float) -> None:
+        self._samples_of_period += samples
+        self._samples_of_term += samples
+
+    def _new_period(self) -> Period | None:
+        """Return what adds up means, where clusters exchange sums."""
+        sums = self._rule.period > 1 and not self._rule.is_literal and self._has_others
+        return Period(forecast_weight=self._rule.forecast) if sums else None
 
     def _outer(self, mean: Vector | None) -> Vector | None:
         """Exchange what the period brought; return what to step on in the last batch."""
         brought = mean if self._period is None else self._period.bring(mean)
         samples, self._samples_of_period = self._samples_of_period, 0.0
         self._pace.end_period()
-        own = brought if brought is not None else self._shape.zeros()
-        if self._contributions is not None:
-            own = self._contributions.bring(own, self._cluster, len(self.clusters))
+        own = None
+        if self._has_others:
+            own = self._vectors.shape.zeros() if brought is None else self._vectors.join(brought)
+            if self._contributions is not None:
+                own = self._contributions.bring(own, self._cluster, len(self.clusters))
         provided = Provided(samples=samples, payload=own, measurement=self._measurement())
         agreed = self._agree(provided, "exchange of clusters")
         result: Vector | None = agreed.payload
         if self._contributions is not None and result is not None:
             result = self._contributions.weigh(result, agreed.samples, self._cluster)
+        if result is not None:
+            result = self._vectors.part(result)
         if self._period is not None:
             return self._period.end(mean, result)
         return mean if result is None else result
 
     def _average(self) -> None:
         """Average the parameters over the clusters."""
-        own = self._shape.zeros()
+        own = self._vectors.shape.zeros()
         for bucket, part in zip(self.buckets, own.parts, strict=False):
             bucket.stage_parameters()
             bucket.wait_staged()
@@ -393,6 +485,11 @@ class ClusteredUpdater(WholeUpdater):
                 self._period.forget()
 
     @property
+    def _has_others(self) -> bool:
+        """Whether there are other clusters, or may be."""
+        return len(self.clusters) > 1 or self._rule.recluster_every > 0
+
+    @property
     def _cluster(self) -> int:
         """The number of this rank's cluster."""
         return next(number for number, ranks in enumerate(self.clusters) if self.collectives.rank in ranks)
@@ -425,31 +522,13 @@ class ClusteredUpdater(WholeUpdater):
         self._position += 1
         self._pace.waited(time.monotonic() - start_s)
         if record.kind is Kind.MEAN:
-            self._samples_of_period += agreed.samples[0]
-            self._samples_of_term += agreed.samples[0]
+            self._count_samples(agreed.samples[0])
         if agreed.clusters:
             self._move(agreed)
         if agreed.told:
             _, begun, decided, *lost = agreed.told
             self._news = MemberNews(flags=(begun, decided), lost=tuple(lost))
         return agreed
-
-    def _own_gradients(self) -> Vector:
-        own = self._shape.empty()
-        for bucket, part in zip(self.buckets, own.parts, strict=False):
-            bucket.stage_gradients()
-            bucket.wait_staged()
-            part.copy_(bucket.wire_gradients)
-        own.presence.copy_(torch.tensor(self._present, dtype=torch.float32))
-        return own
-
-    def _show(self, vector: Vector) -> None:
-        """Put what to step on where the optimizer reads it; a parameter that nobody used keeps no gradient."""
-        present = (vector.presence > 0).tolist()
-        for bucket, part in zip(self.buckets, vector.parts, strict=False):
-            bucket.wire_gradients.copy_(part)
-            bucket.unstage_gradients()
-            bucket.show_gradients(present)
 
 
 def gpu_of(buckets: Sequence[Bucket]) -> int | None:

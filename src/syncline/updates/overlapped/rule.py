@@ -11,7 +11,7 @@ import torch
 from syncline.arguments import Count, Whole, check_fields
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.updates.bucket import Bucket, placed
-from syncline.updates.combinations import OF_INDEPENDENT_RANKS, Combination, one_gateway
+from syncline.updates.combinations import OF_INDEPENDENT_RANKS, WHOLE_STATE, Combination, one_gateway
 from syncline.updates.overlapped.link import BucketLayout, Feed
 from syncline.updates.overlapped.placement import DEDICATED, ServerLayout, place_shards, server_ranks
 from syncline.updates.overlapped.rebase import Collect, Rebase
@@ -74,6 +74,7 @@ class Overlapped(WholeRule):
     is_literal: bool = field(default=False, init=False)
     combinations: ClassVar[tuple[Combination, ...]] = (
         *OF_INDEPENDENT_RANKS,
+        WHOLE_STATE,
         one_gateway("in which every rank sends its gradients to the servers itself"),
     )
 
