@@ -1,4 +1,4 @@
-"""State that is divided within a party: the same training as where each rank keeps all of it.
+"""State that is divided within a party, or within a cluster: the same training as where each rank keeps all of it.
 
 A sum of two ranks' gradients has the same bits in either order, and an element's step depends on that element alone. So
 with two ranks in a party parameters end with the same bits; but for Adam, whose kernels may round otherwise where a
@@ -7,6 +7,7 @@ tensor ends.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from syncline.errors import ConfigurationError, PeerLostError, UpdateError
 from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
 from syncline.pytorch.distribute import distribute
 from syncline.topology import Topology
-from syncline.updates import AllReduce, LocalSteps, Nesterov, Sharded, matrix_cost
+from syncline.updates import AllReduce, Clustered, LocalSteps, Nesterov, Sharded, matrix_cost
 from thread_fleets import run_fleets
 
 TWO_SITES = Topology.parse("""
@@ -29,6 +30,10 @@ children:
 """)
 WHOLE, DIVIDED = AllReduce(bucket_bytes=160), Sharded(bucket_bytes=160)
 """Of the small regression they make five buckets."""
+CLUSTERED = partial(Clustered, clusters=((0, 1), (2, 3)), features=())
+PARTIES = {"local steps": partial(LocalSteps, fragments=2), "clusters": CLUSTERED}
+"""By rule, what has the parties of the two sites."""
+each_rule = pytest.mark.parametrize("rule", PARTIES.values(), ids=PARTIES)
 
 
 def start(fleet, rule, make=make_adam, model=None):
@@ -105,11 +110,12 @@ def make_decaying(parameters) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1)
 
 
+@each_rule
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("align", ["element", "parameter"])
-def test_parameters_of_other_sizes_and_types_that_are_not_always_used(dtype: torch.dtype, align) -> None:
+def test_parameters_of_other_sizes_and_types_that_are_not_always_used(rule, dtype: torch.dtype, align) -> None:
     def body(fleet, within):
-        model, optimizer = start(fleet, LocalSteps(within=within, period=3, fragments=2), make_decaying, Uneven(dtype))
+        model, optimizer = start(fleet, rule(within=within, period=3), make_decaying, Uneven(dtype))
 
         def steps():
             for step in range(11):
@@ -131,23 +137,25 @@ def test_parameters_of_other_sizes_and_types_that_are_not_always_used(dtype: tor
         assert bool((values[-1][1:6] == 1).all())
 
 
+@each_rule
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_ranks_of_a_party_train_as_a_job_of_them_alone_to_the_bit(dtype: torch.dtype) -> None:
-    def body(fleet, rule):
-        model, optimizer = start(fleet, rule, make_adam, Uneven(dtype))
+def test_ranks_of_a_party_train_as_a_job_of_them_alone_to_the_bit(rule, dtype: torch.dtype) -> None:
+    def body(fleet, chosen):
+        model, optimizer = start(fleet, chosen, make_adam, Uneven(dtype))
         return train(fleet, model, optimizer, range(6), dtype)
 
     together = run_fleets(2, lambda fleet: body(fleet, DIVIDED))[0]
-    a0, a1, b0, _ = run_fleets(TWO_SITES, lambda fleet: body(fleet, LocalSteps(within=DIVIDED, period=100)))
+    a0, a1, b0, _ = run_fleets(TWO_SITES, lambda fleet: body(fleet, rule(within=DIVIDED, period=100)))
     assert all(torch.equal(one, other) for one, other in zip(together, a0, strict=True))
     assert all(torch.equal(one, other) for one, other in zip(together, a1, strict=True))
     assert not torch.equal(a0[-1], b0[-1])
 
 
+@each_rule
 @pytest.mark.filterwarnings("ignore:NaN or infinity began")
-def test_gradients_are_clipped_added_up_and_scaled_over_the_party() -> None:
+def test_gradients_are_clipped_added_up_and_scaled_over_the_party(rule) -> None:
     def body(fleet, within):
-        model, optimizer = start(fleet, LocalSteps(within=within, period=3), make_sgd)
+        model, optimizer = start(fleet, rule(within=within, period=3), make_sgd)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
         norms, skipped = [], 0
         for step in range(8):
@@ -183,12 +191,16 @@ def test_gradients_are_clipped_added_up_and_scaled_over_the_party() -> None:
     assert divided[0][0] == divided[1][0] != divided[2][0]
 
 
-@pytest.mark.parametrize("outer", [None, Nesterov()], ids=["average", "momentum"])
+@pytest.mark.parametrize(
+    "make",
+    [*PARTIES.values(), partial(PARTIES["local steps"], outer=Nesterov())],
+    ids=[*PARTIES, "local steps with momentum"],
+)
 @pytest.mark.parametrize("form", ["checkpoint", "state_dict"])
-def test_training_goes_on_to_the_bit(outer, form: str, tmp_path: Path) -> None:
+def test_training_goes_on_to_the_bit(make, form: str, tmp_path: Path) -> None:
     """From a checkpoint of all, or from what each party's ``state_dict()`` says; each party has a state of its own."""
-    rule = LocalSteps(period=4, fragments=2, outer=outer, within=DIVIDED)
-    kept = {}
+    rule = make(period=4, within=DIVIDED)
+    outer, kept = getattr(rule, "outer", None), {}
 
     def first(fleet):
         model, optimizer = start(fleet, rule)
@@ -237,18 +249,31 @@ def torch_copy(value):
     return type(value)(map(torch_copy, value)) if isinstance(value, (tuple, list)) else value
 
 
+MOMENTUM = partial(LocalSteps, outer=Nesterov(), overlap=False)
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "keys"),
+    [
+        (MOMENTUM, MOMENTUM, {"exp_avg", "outer_velocity"}),
+        (partial(CLUSTERED, clusters=((0,), (1, 2))), CLUSTERED, {"exp_avg"}),
+    ],
+    ids=PARTIES,
+)
 @pytest.mark.parametrize(("before", "after"), [(DIVIDED, WHOLE), (WHOLE, DIVIDED)], ids=["joined", "divided"])
-def test_a_checkpoint_goes_to_other_parties_which_have_one_state_each(before, after, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_to_other_parties_which_have_one_state_each(
+    small, large, keys, before, after, tmp_path: Path
+) -> None:
     """Of one rank and two, then of two and two, by the other rule within: each party has the state that it had."""
 
     def save(fleet):
-        model, optimizer = start(fleet, LocalSteps(period=4, within=before, outer=Nesterov(), overlap=False))
+        model, optimizer = start(fleet, small(period=4, within=before))
         train(fleet, model, optimizer, range(5))
         save_checkpoint(tmp_path / "saved", model, optimizer)
         return state_of(optimizer)
 
     def load(fleet):
-        model, optimizer = start(fleet, LocalSteps(period=4, within=after, outer=Nesterov(), overlap=False))
+        model, optimizer = start(fleet, large(period=4, within=after))
         load_checkpoint(tmp_path / "saved", model, optimizer)
         state = state_of(optimizer)
         train(fleet, model, optimizer, range(5, 11))
@@ -262,7 +287,7 @@ def test_a_checkpoint_goes_to_other_parties_which_have_one_state_each(before, af
     a0, b0, b1 = run_fleets(TWO_SITES.restricted((0, 2, 3)), save)
     loaded = run_fleets(TWO_SITES, load)
     for expected, (state, _, _) in zip((a0, a0, b0, b1), loaded, strict=True):
-        assert expected.keys() == state.keys() >= {"exp_avg", "outer_velocity"}
+        assert expected.keys() == state.keys() >= keys
         assert all(torch.equal(each, state[key]) for key, each in expected.items())
     assert torch.equal(loaded[0][1], loaded[1][1])
     assert torch.equal(loaded[2][1], loaded[3][1])
@@ -298,9 +323,11 @@ class DeathError(Exception):
     """This rank dies here."""
 
 
-def test_a_rank_that_is_lost_ends_the_job_of_its_party_and_of_the_others() -> None:
+@each_rule
+@pytest.mark.parametrize("within", [WHOLE, DIVIDED])
+def test_a_rank_that_is_lost_ends_the_job_of_its_party_and_of_the_others(rule, within) -> None:
     def body(fleet):
-        model, optimizer = start(fleet, LocalSteps(period=2, within=DIVIDED))
+        model, optimizer = start(fleet, rule(period=2, within=within))
 
         def die(step):
             if fleet.rank == 1 and step == 3:
@@ -315,35 +342,39 @@ def test_a_rank_that_is_lost_ends_the_job_of_its_party_and_of_the_others() -> No
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("rule", "party", "instead"),
+    [(LocalSteps, "party", "give compress to LocalSteps itself"), (Clustered, "cluster", "leave out compress")],
+)
+@pytest.mark.parametrize(
+    ("within", "message"),
     [
-        ({"within": AllReduce(compress="int8")}, "compress='int8'.* give compress to LocalSteps itself"),
-        ({"within": Sharded(compress="auto")}, "compress='auto'.* give compress to LocalSteps itself"),
-        ({"within": Sharded(overlap_forward=True)}, "overlap_forward=True.*; leave out overlap_forward"),
-        ({"within": Sharded(step_in_backward=True)}, "step_in_backward=True.*; leave out step_in_backward"),
-        ({"within": Sharded(replicate="host")}, "replicate='host'.*; leave out replicate"),
-        ({"within": Sharded(spares=1)}, "spares=1.*; leave out spares"),
-        ({"within": Sharded(portions={"a0": 1.0})}, "portions=.* of hosts.* give a number"),
-        ({"within": 7}, "within must be"),
-        ({"within": Sharded}, "not the class Sharded; give an object"),
+        (AllReduce(compress="int8"), "compress='int8'.* inside of a {party}.* {instead}"),
+        (Sharded(compress="auto"), "compress='auto'.* {instead}"),
+        (Sharded(overlap_forward=True), "overlap_forward=True.* a {party},.*; leave out overlap_forward"),
+        (Sharded(step_in_backward=True), "step_in_backward=True.*; leave out step_in_backward"),
+        (Sharded(replicate="host"), "replicate='host'.*; leave out replicate"),
+        (Sharded(spares=1), "spares=1.*; leave out spares"),
+        (Sharded(portions={"a0": 1.0}), "portions=.* of hosts.* each {party}.* give a number"),
+        (7, "within must be"),
+        (Sharded, "not the class Sharded; give an object"),
     ],
 )
-def test_what_does_not_suit_a_party_is_refused(options, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        LocalSteps(**options)
+def test_what_does_not_suit_a_party_is_refused(rule, party: str, instead: str, within, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message.format(party=party, instead=instead)):
+        rule(within=within)
 
 
-def test_what_would_lose_a_part_of_the_state_is_refused(tmp_path: Path) -> None:
+@each_rule
+def test_what_would_lose_a_part_of_the_state_is_refused(rule, tmp_path: Path) -> None:
     def body(fleet):
-        model = make_model()
+        model, divided = make_model(), rule(within=DIVIDED, **({"clusters": 1} if rule is CLUSTERED else {}))
+        name = type(divided).__name__
         for options, why in (({"elastic": True}, "elastic=True"), ({"save_on_failure": tmp_path}, "save_on_failure=")):
-            with pytest.raises(UpdateError, match=rf"{why} does not go with LocalSteps\(\), with within=Sharded\(\)"):
-                distribute(model, make_sgd(model.parameters()), LocalSteps(within=DIVIDED), fleet=fleet, **options)
+            with pytest.raises(UpdateError, match=rf"{why} does not go with {name}\(\), with within=.*Sharded\(\)"):
+                distribute(model, make_sgd(model.parameters()), divided, fleet=fleet, **options)
         with pytest.raises(UpdateError, match="LBFGS evaluates the model inside step"):
-            distribute(model, torch.optim.LBFGS(model.parameters()), LocalSteps(within=DIVIDED), fleet=fleet)
+            distribute(model, torch.optim.LBFGS(model.parameters()), divided, fleet=fleet)
         with pytest.raises(UpdateError, match=r'use Sharded\(align="parameter"\)'):
-            distribute(
-                model, torch.optim.Muon([nn.Parameter(torch.ones(2, 2))]), LocalSteps(within=DIVIDED), fleet=fleet
-            )
+            distribute(model, torch.optim.Muon([nn.Parameter(torch.ones(2, 2))]), divided, fleet=fleet)
 
     run_fleets(1, body)
