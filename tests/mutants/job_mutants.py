@@ -251,6 +251,23 @@ JOB_MUTANTS = (
         is_quick=False,
     ),
     Mutant(
+        name="a server brings its own part",
+        breaks="of what a cluster of `Clustered(within=Sharded())` has added up, the others get what its server owns",
+        changes=(
+            Change(
+                file="updates/clustered/gradients.py",
+                before="            collectives.start(bucket, Collective.ALL_GATHER, None, values=part)\n"
+                "            for bucket, part in zip(self._buckets, whole.parts, strict=False)\n",
+                after="",
+            ),
+        ),
+        found_by=NamedTest(
+            file="tests/updates/clustered/test_clustered_within.py",
+            name="test_ranks_and_clusters_without_data_take_part_with_no_weight",
+        ),
+        is_quick=False,
+    ),
+    Mutant(
         name="a late gradient counts",
         breaks="a gradient that comes after its round was closed enters another one",
         changes=(

@@ -9,6 +9,8 @@ from clustered_training import batch
 from small_regression import loss_of, make_model, make_sgd, parameters_of
 from syncline.errors import SynclineError
 from syncline.pytorch.distribute import distribute
+from syncline.updates import AllReduce
+from syncline.updates.clustered.driver import ClusterDriver
 from syncline.updates.clustered.rule import Clustered
 from thread_fleets import run_fleets
 
@@ -55,6 +57,40 @@ def test_who_hangs_is_left_behind_and_told_when_it_wakes(hangs: int) -> None:
         assert torch.equal(parameters, survivors[0][0])
         assert dead == (hangs,)
     assert "its training thread hung, and the job went on without it" in str(results[hangs])
+
+
+def test_who_has_a_part_in_collectives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where these make the means of a cluster; the others have looked for it when it goes on."""
+    fleets, all_are_there, others_have_looked = {}, threading.Barrier(NUM_RANKS), threading.Event()
+    leave_behind = ClusterDriver._leave_behind
+
+    def look(driver: ClusterDriver) -> None:
+        leave_behind(driver)
+        others_have_looked.set()
+
+    monkeypatch.setattr(ClusterDriver, "_leave_behind", look)
+
+    def body(fleet):
+        fleets[fleet.rank] = fleet
+        fleet.communicator._fabric.stalls.limit_s = 0.2
+        model = make_model()
+        rule = Clustered(period=2, clusters=CLUSTERS, within=AllReduce())
+        model, optimizer = distribute(model, make_sgd(model.parameters()), rule, samples="batch", fleet=fleet)
+        all_are_there.wait(60)
+        for step in range(NUM_STEPS):
+            if (fleet.rank, step) == (3, 3):
+                for other in fleets.values():
+                    fabric = other.communicator._fabric
+                    for passed_s in (0.0, 30.0) if other is not fleet else ():
+                        fabric._network.loop.call_soon(fabric.stalls.tick, passed_s, {3: 4})
+                assert others_have_looked.wait(60)
+            loss_of(model, *batch(fleet.rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return parameters_of(model)
+
+    first, *others = run_fleets(NUM_RANKS, body)
+    assert all(torch.equal(first, other) for other in others)
 
 
 def test_a_fault_on_the_loop_ends_every_rank_that_has_it() -> None:

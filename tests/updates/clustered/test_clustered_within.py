@@ -2,7 +2,10 @@
 
 import collections
 import json
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -171,3 +174,47 @@ def test_clusters_are_not_made_anew_and_nobody_comes_in() -> None:
             distribute(model, make_sgd(model.parameters()), Clustered(within=AllReduce()), fleet=fleet, elastic=True)
 
     run_fleets(1, body)
+
+
+JOB = """
+import hashlib
+import torch
+import syncline
+
+torch.set_num_threads(1)
+with syncline.init(topology="net.yaml") as fleet:
+    for within in ({}, {"within": syncline.Sharded()}):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 32)
+        rule = syncline.Clustered(period=4, features=(), **within)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        model, optimizer = syncline.distribute(model, optimizer, update=rule)
+        for step in range(10):
+            generator = torch.Generator().manual_seed(10 * step + fleet.rank)
+            model(torch.randn(8, 64, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.end_period()
+        values = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+        digest = hashlib.sha256(values).hexdigest()
+        print(f"{optimizer.statistics().clusters} {digest} {optimizer.num_state_bytes}", flush=True)
+"""
+SITES = """
+switch: wide-area
+children:
+  - {switch: a, uplink: 20 Mbit/s, children: [{host: a0, uplink: 1 Gbit/s}, {host: a1, uplink: 1 Gbit/s}]}
+  - {switch: b, uplink: 20 Mbit/s, children: [{host: b0, uplink: 1 Gbit/s}, {host: b1, uplink: 1 Gbit/s}]}
+"""
+
+
+def test_a_job_of_two_sites_ends_with_the_same_parameters_and_half_the_state_on_each_rank(tmp_path: Path) -> None:
+    (tmp_path / "net.yaml").write_text(SITES)
+    (tmp_path / "job.py").write_text(JOB)
+    command = [sys.executable, "-m", "syncline", "run", "--ranks", "4", "job.py"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
+    lines = [line.partition("] ")[2].rsplit(" ", 2) for line in ran.stdout.splitlines()]
+    assert {clusters for clusters, _, _ in lines} == {"((0, 1), (2, 3))"}
+    assert len({digest for _, digest, _ in lines}) == 1
+    num_bytes = 4 * (64 * 32 + 32)
+    assert sorted(int(kept) for _, _, kept in lines) == [num_bytes // 2] * 4 + [num_bytes] * 4

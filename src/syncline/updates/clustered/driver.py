@@ -237,7 +237,7 @@ class ClusterDriver(Driver):
             self._perform(self._node.lose(peer, error))
 
     def _awaited_peers(self) -> Collection[int]:
-        return self._node.awaited()
+        return () if self._node.quorum is None else self._node.awaited()
 
     def _tell_wait(self) -> None:
         member = self._node.member

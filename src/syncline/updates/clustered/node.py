@@ -57,7 +57,7 @@ class Node:
         self.departed: set[int] = set()
         self.stopped: str | None = None
         self._mean = mean
-        self._quorum = None if quorum is None else Quorum(part=quorum)
+        self.quorum = None if quorum is None else Quorum(part=quorum)
         self._elders = Membership(tuple(elders), self.view.membership.losses)
         """Whose quorum counts too, until an outer round has shown that nobody else is left of them."""
         self.measurements: dict[int, Measurement] = {}
@@ -152,11 +152,12 @@ class Node:
         heard = [one for one in self._unheard if one[0] != peer]
         self.num_refused += len(self._unheard) - len(heard)
         self._unheard = heard
-        if self._quorum is None:
-            if peer not in self.departed:
-                self._stop(f"rank {peer} is lost, and with it a part of its cluster's collectives", (peer,))
+        shortage = None
+        if self.quorum is not None:
+            shortage = self.view.membership.shortage(self.quorum) or self._elders.shortage(self.quorum)
+        elif peer not in self.departed:
+            self._stop(f"rank {peer} is lost, and has taken a part of what its cluster does together with it", (peer,))
             return
-        shortage = self.view.membership.shortage(self._quorum) or self._elders.shortage(self._quorum)
         if shortage is not None:
             self._stop(f"{shortage}, or allow a smaller quorum", shortage.missing, are_too_few=True)
             return
