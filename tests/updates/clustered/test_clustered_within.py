@@ -2,8 +2,6 @@
 
 import collections
 import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 from clustered_training import batch, train, train_by_the_book
 
+from rank_scripts import run_python
 from small_regression import batch as batch_of, loss_of, make_adam, make_model, make_sgd, parameters_of
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.observe import Trace
@@ -178,11 +177,12 @@ def test_clusters_are_not_made_anew_and_nobody_comes_in() -> None:
 
 JOB = """
 import hashlib
+import sys
 import torch
 import syncline
 
 torch.set_num_threads(1)
-with syncline.init(topology="net.yaml") as fleet:
+with syncline.init(topology=sys.argv[1]) as fleet:
     for within in ({}, {"within": syncline.Sharded()}):
         torch.manual_seed(0)
         model = torch.nn.Linear(64, 32)
@@ -210,10 +210,9 @@ children:
 def test_a_job_of_two_sites_ends_with_the_same_parameters_and_half_the_state_on_each_rank(tmp_path: Path) -> None:
     (tmp_path / "net.yaml").write_text(SITES)
     (tmp_path / "job.py").write_text(JOB)
-    command = [sys.executable, "-m", "syncline", "run", "--ranks", "4", "job.py"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == 0, ran.stderr
-    lines = [line.partition("] ")[2].rsplit(" ", 2) for line in ran.stdout.splitlines()]
+    done = run_python("-m", "syncline.cli.main", "run", "--ranks", "4", tmp_path / "job.py", tmp_path / "net.yaml")
+    assert done.returncode == 0, done.stdout
+    lines = [line.partition("] ")[2].rsplit(" ", 2) for line in done.stdout.splitlines() if "((" in line]
     assert {clusters for clusters, _, _ in lines} == {"((0, 1), (2, 3))"}
     assert len({digest for _, digest, _ in lines}) == 1
     num_bytes = 4 * (64 * 32 + 32)
