@@ -277,6 +277,10 @@ RULES: dict[str, tuple[Any, bool]] = {
         True,
     ),
     "Clustered(period=1)": (syncline.Clustered(period=1, clusters=1, features=()), True),
+    "Clustered(within=Sharded())": (
+        syncline.Clustered(period=2, clusters=1, features=(), within=syncline.Sharded(bucket_bytes=BUCKET_BYTES)),
+        True,
+    ),
     "Overlapped()": (syncline.Overlapped(bucket_bytes=BUCKET_BYTES), False),
 }
 """Each rule, and whether its numbers are the same in every run: they are compared with those on the CPU then."""

@@ -14,13 +14,14 @@ from torch import nn
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
-from syncline.updates import AllReduce, LocalSteps, Sharded, UpdateRule
+from syncline.updates import AllReduce, Clustered, LocalSteps, Sharded, UpdateRule
 
 RULES: dict[str, UpdateRule] = {
     "sharded": Sharded(bucket_bytes=300),
     "whole_parameters": Sharded(bucket_bytes=300, align="parameter"),
     "overlapped_forward": Sharded(bucket_bytes=300, overlap_forward=True),
     "within": LocalSteps(period=100, parties=0, within=Sharded(bucket_bytes=300)),
+    "clustered": Clustered(period=100, clusters=1, features=(), within=Sharded(bucket_bytes=300)),
     "all_reduce": AllReduce(bucket_bytes=300),
 }
 by_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

@@ -29,6 +29,7 @@ RULES: dict[str, UpdateRule] = {
     "all_reduce": AllReduce(bucket_bytes=2000),
     "within": LocalSteps(period=2, parties=[(0, 1)], within=Sharded(bucket_bytes=2000)),  # whose rounds change nothing
     "clustered": Clustered(period=1, clusters=1, features=()),
+    "clustered_within": Clustered(period=2, clusters=1, features=(), within=Sharded(bucket_bytes=2000)),
 }
 PARTS = [3, 5]
 NUM_STEPS = 6

@@ -394,10 +394,10 @@ class ClusteredUpdater(PartyUpdater):
 
     def _mean(self, samples: float, *, is_pass: bool) -> Vector | None:
         """Return the cluster's mean, or this rank's part of it; None if nobody had data."""
+        own = self._vectors.take(self._present) if is_pass else None
         if not self._rule.is_served:
             self._count_samples(samples)
-            return self._vectors.take(self._present) if samples > 0 else None
-        own = self._vectors.take(self._present) if is_pass else None
+            return own if own is not None and bool(own.presence.any()) else None
         self._pace.computed(is_batch=is_pass)
         mean: Vector | None = self._agree(Provided(samples=samples, payload=own), "cluster mean").payload
         self._pace.began()
