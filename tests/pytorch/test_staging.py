@@ -29,9 +29,9 @@ RULES: dict[str, UpdateRule] = {
     "all_reduce": AllReduce(bucket_bytes=2000),
     "within": LocalSteps(period=2, parties=[(0, 1)], within=Sharded(bucket_bytes=2000)),  # whose rounds change nothing
     "clustered": Clustered(period=1, clusters=1, features=()),
-    "clustered_within": Clustered(period=2, clusters=1, features=(), within=Sharded(bucket_bytes=2000)),
+    "clustered_within": Clustered(period=1, clusters=((0, 1), (2, 3)), within=Sharded(bucket_bytes=2000)),
 }
-PARTS = [3, 5]
+PARTS, OF_TWO_CLUSTERS = [3, 5], [2, 3, 1, 2]
 NUM_STEPS = 6
 
 
@@ -52,21 +52,22 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadDevice]:
 def test_training_through_wire_tensors_is_that_of_one_process(name: str, device: ThreadDevice, run_fleets: Any) -> None:
     case = CASES["perceptron"]
     reference = case.make()
-    models = copies(reference, 2)
-    batches = case.batches(NUM_STEPS, sum(PARTS))
-    train_alone(case, reference, adam(reference), batches, [PARTS] * NUM_STEPS)
+    parts = OF_TWO_CLUSTERS if name == "clustered_within" else PARTS
+    models = copies(reference, len(parts))
+    batches = case.batches(NUM_STEPS, sum(parts))
+    train_alone(case, reference, adam(reference), batches, [parts] * NUM_STEPS)
 
     def body(fleet: Fleet) -> None:
         model, optimizer = distribute(
             models[fleet.rank], adam(models[fleet.rank]), RULES[name], samples="batch", fleet=fleet
         )
         for inputs, targets in batches:
-            loss_of(model, inputs.split(PARTS)[fleet.rank], targets.split(PARTS)[fleet.rank]).backward()
+            loss_of(model, inputs.split(parts)[fleet.rank], targets.split(parts)[fleet.rank]).backward()
             optimizer.step()
             optimizer.zero_grad()
         optimizer.synchronize()
 
-    run_fleets(2, body)
+    run_fleets(len(parts), body)
     assert min(device.num_copied.values()) >= NUM_STEPS
     for model in models:
         for key, value in model.state_dict().items():

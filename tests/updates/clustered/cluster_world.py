@@ -68,7 +68,7 @@ class World:
         record_schedule: RecordSchedule,
         *,
         num_records: int,
-        quorum: float = 0.0,
+        quorum: float | None = 0.0,
         propose: Callable[[int, int], Clusters] | None = None,
         elders: Sequence[int] = (),
     ) -> None:

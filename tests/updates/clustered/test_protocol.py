@@ -242,6 +242,35 @@ def test_with_a_smaller_quorum_both_halves_may_go_on() -> None:
     assert world.players[5].node.stopped is None
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_without_means_clusters_agree_on_outer_rounds_alone(seed: int) -> None:
+    record_schedule = RecordSchedule(period=3, reelect_every=1 + seed % 2, has_means=False, averages=seed % 3 > 0)
+    world = World(CLUSTERS, record_schedule, num_records=12, quorum=None)
+    world.settle(random.Random(seed))
+    assert world.live() == list(range(6))
+
+
+@pytest.mark.parametrize("victim", range(6))
+def test_without_a_quorum_all_stop_where_a_rank_is_lost_that_has_not_left(victim: int) -> None:
+    record_schedule = RecordSchedule(period=2, reelect_every=1, has_means=False)
+    world = World(CLUSTERS, record_schedule, num_records=8, quorum=None)
+    for _ in range(20):
+        world.happen(world.choices()[0])
+    world.kill(victim)
+    world.settle()
+    assert world.live() == []
+    reasons = [player.stop for rank, player in world.players.items() if rank != victim]
+    assert all("is lost, and has taken a part of what its cluster does together with it" in one for one in reasons)
+    assert any(one.startswith(f"rank {victim} ") for one in reasons)  # others may find one first that has stopped
+    world = World(CLUSTERS, record_schedule, num_records=8, quorum=None)
+    world.settle()
+    world.perform(victim, world.players[victim].node.depart())
+    world.settle()
+    world.kill(victim)
+    world.settle()
+    assert world.live() == [rank for rank in range(6) if rank != victim]
+
+
 def test_who_left_by_himself_is_not_waited_for_in_another_half() -> None:
     world = World(((0,), (1,)), AGENDA, num_records=8, quorum=0.5)
     world.settle()

@@ -32,8 +32,11 @@ class GradientVectors:
         own.presence.copy_(torch.tensor(present, dtype=torch.float32))
         return own
 
-    def show(self, vector: Vector) -> None:
-        """Put what to step on where the optimizer reads it; a parameter that nobody used keeps no gradient."""
+    def show(self, vector: Vector, *, is_pass: bool) -> None:  # noqa: ARG002 - what was there is not needed
+        """Put what to step on where the optimizer reads it; a parameter that nobody used keeps no gradient.
+
+        ``is_pass``: whether there were gradients in its place, of a backward pass.
+        """
         present = (vector.presence > 0).tolist()
         for bucket, part in zip(self._buckets, vector.parts, strict=False):
             bucket.wire_gradients.copy_(part)
@@ -67,23 +70,13 @@ class DividedGradientVectors(GradientVectors):
         own.presence.copy_(torch.tensor(gradients.present, dtype=torch.float32))
         return own
 
-    def show(self, vector: Vector) -> None:
-        """Let the shards step on it."""
+    def show(self, vector: Vector, *, is_pass: bool) -> None:
+        """Let the shards step on it; without a backward pass, all ranks of the cluster make one of zeros."""
+        if not is_pass:
+            self._pass_nothing()
         for part, (_, _, gradient) in zip(vector.parts, self._places(), strict=False):
             gradient.copy_(part)
         self._updater.divided_gradients.replace((vector.presence > 0).tolist())
-
-    def pass_nothing(self) -> None:
-        """Make a pass of zeros, so that there are gradients in place of which a vector can be shown."""
-        updater = self._updater
-        updater.discard()
-        updater.begin_backward()
-        for bucket in self._buckets:
-            bucket.gradients.zero_()
-            updater.reduce(bucket)
-        present = [False] * self.shape.parts[-1][1]
-        reports = StepReports(updater.collectives.control)
-        updater.finish_backward(reports.start(0.0, 1.0, present, (), step=updater.step_number))
 
     def join(self, own: Vector) -> Vector:
         """Gather the parts as those of parameters are."""
@@ -106,6 +99,17 @@ class DividedGradientVectors(GradientVectors):
             part.copy_(whole.parts[bucket.index][segment.start : segment.stop])
         own.presence.copy_(whole.presence)
         return own
+
+    def _pass_nothing(self) -> None:
+        updater = self._updater
+        updater.discard()
+        updater.begin_backward()
+        for bucket in self._buckets:
+            bucket.gradients.zero_()
+            updater.reduce(bucket)
+        present = [False] * self.shape.parts[-1][1]
+        reports = StepReports(updater.collectives.control)
+        updater.finish_backward(reports.start(0.0, 1.0, present, (), step=updater.step_number))
 
     def _places(self) -> Iterator[tuple[Bucket, Segment, torch.Tensor]]:
         """Yield the segments of all shards with their gradients."""

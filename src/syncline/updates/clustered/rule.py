@@ -208,13 +208,17 @@ class Clustered(PartyRule):
             return "Clustered(averages=False) never makes parameters equal on all ranks"
         return ""
 
+    def has_others(self, num_clusters: int) -> bool:
+        """Whether one of so many clusters has others beside it, or may come to."""
+        return num_clusters > 1 or self.recluster_every > 0
+
     def record_schedule(self, num_clusters: int, *, takes_newcomers: bool = False) -> RecordSchedule:
         """Return the order in which a job with so many clusters agrees on things.
 
         Where newcomers may come in, one cluster has outer rounds too, without vectors: they tell who comes. So it has
         where there are no other records.
         """
-        has_others = num_clusters > 1 or self.recluster_every > 0
+        has_others = self.has_others(num_clusters)
         return RecordSchedule(
             period=self.period,
             reelect_every=self.reelect_every,
@@ -386,7 +390,7 @@ class ClusteredUpdater(PartyUpdater):
             step_on = mean if self._period is None else self._period.step_on(mean)
         if step_on is not None:
             if self._rule.is_served or step_on is not mean:
-                self._show(step_on, is_pass=is_pass)
+                self._vectors.show(step_on, is_pass=is_pass)
             self._party.step()
             self._party.synchronize()
         if self.record_schedule.record(self._position).kind is Kind.AVERAGE:
@@ -403,19 +407,13 @@ class ClusteredUpdater(PartyUpdater):
         self._pace.began()
         return mean
 
-    def _show(self, vector: Vector, *, is_pass: bool) -> None:
-        """Put what to step on in the place of gradients, which may be those of no pass."""
-        if isinstance(self._vectors, DividedGradientVectors) and not is_pass:
-            self._vectors.pass_nothing()
-        self._vectors.show(vector)
-
     def _count_samples(self, samples: float) -> None:
         self._samples_of_period += samples
         self._samples_of_term += samples
 
     def _new_period(self) -> Period | None:
         """Return what adds up means, where clusters exchange sums."""
-        sums = self._rule.period > 1 and not self._rule.is_literal and self._has_others
+        sums = self._rule.period > 1 and not self._rule.is_literal and self._rule.has_others(len(self.clusters))
         return Period(forecast_weight=self._rule.forecast) if sums else None
 
     def _outer(self, mean: Vector | None) -> Vector | None:
@@ -424,7 +422,7 @@ class ClusteredUpdater(PartyUpdater):
         samples, self._samples_of_period = self._samples_of_period, 0.0
         self._pace.end_period()
         own = None
-        if self._has_others:
+        if self._rule.has_others(len(self.clusters)):
             own = self._vectors.shape.zeros() if brought is None else self._vectors.join(brought)
             if self._contributions is not None:
                 own = self._contributions.bring(own, self._cluster, len(self.clusters))
@@ -483,11 +481,6 @@ class ClusteredUpdater(PartyUpdater):
             self.optimizer.state.clear()
             if self._period is not None:
                 self._period.forget()
-
-    @property
-    def _has_others(self) -> bool:
-        """Whether there are other clusters, or may be."""
-        return len(self.clusters) > 1 or self._rule.recluster_every > 0
 
     @property
     def _cluster(self) -> int:
