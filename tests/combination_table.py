@@ -27,6 +27,8 @@ TRAINERS: dict[str, Any] = {
     "LocalSteps(within=Sharded())": LocalSteps(within=Sharded()),
     "Overlapped()": Overlapped(),
     "Clustered()": Clustered(features=()),
+    "Clustered(within=AllReduce())": Clustered(features=(), within=AllReduce()),
+    "Clustered(within=Sharded())": Clustered(features=(), within=Sharded()),
     "phase()": OF_PHASE,
     "process groups": OF_GROUPS,
 }

@@ -205,6 +205,7 @@ CALLS: dict[str, Callable[[World], Right]] = {
     "syncline.Elastic.choose": lambda world: (syncline.Elastic.choose, {"value": True}),
     "syncline.Priorities": lambda world: (syncline.Priorities, {}),
     "syncline.BackendOptions": lambda world: (syncline.BackendOptions, {}),
+    "syncline.updates.TemporaryServer": lambda world: (syncline.updates.TemporaryServer, {}),
     "syncline.updates.matrix_cost": lambda world: (syncline.updates.matrix_cost, {"shape": (2, 3)}),
     # the fleet
     "syncline.Fleet.all_reduce": tensor_call("all_reduce"),

@@ -52,7 +52,10 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusteredStatistics:
-    """A frozen record of one rank's part in a clustered update; bytes are those that this rank sent."""
+    """A frozen record of one rank's part in a clustered update; bytes are those that this rank sent in messages.
+
+    What ``within=AllReduce()`` and ``Sharded()`` move by collectives is not among them.
+    """
 
     clusters: tuple[tuple[int, ...], ...]
     """The ranks of each cluster."""

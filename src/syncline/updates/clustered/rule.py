@@ -112,11 +112,12 @@ class Clustered(PartyRule):
     ended; ``optimizer.end_period()`` ends the period, and the term where parameters are averaged. Buffers (BatchNorm)
     and optimizer state are each rank's, or each cluster's, own. A checkpoint has rank 0's; with ``AllReduce()`` and
     ``Sharded()`` the state of each cluster, all ranks save it together, and a job with as many clusters goes on to the
-    bit.
+    bit, but for what past periods told (``forecast``, and the weights of :meth:`literal`), which is learnt anew.
 
     Raises :class:`ConfigurationError` for values that are out of range or exclude each other, ``distribute()`` also for
     clusters that do not name each rank once, and :class:`UpdateError` for an optimizer that wants a closure.
-    ``step()``, on the training thread, raises :class:`QuorumLostError` on a rank that may not go on.
+    ``step()``, on the training thread, raises :class:`QuorumLostError` on a rank that may not go on; without a temporary
+    server it and ``backward()`` raise what a collective does (:class:`PeerLostError`, :class:`DeadlineError`).
 
     >>> model, optimizer = syncline.distribute(model, optimizer, syncline.Clustered(period=16, features=()))
     >>> model(x).sum().backward(); optimizer.step(); optimizer.end_period()
@@ -134,14 +135,14 @@ class Clustered(PartyRule):
     within: TemporaryServer | AllReduce | Sharded = _SERVER
     is_literal: bool = field(default=False, init=False)
     combinations: ClassVar[tuple[Combination, ...]] = (
-        *OF_INDEPENDENT_RANKS,
-        *OF_DIVIDING_PARTIES,
         Combination(
             "elastic=True",
             "with within=AllReduce() or Sharded(): a lost rank ends its cluster's collectives",
             "leave out within, or elastic=",
             when=lambda rule, _: not rule.is_served,
         ),
+        *OF_INDEPENDENT_RANKS,
+        *OF_DIVIDING_PARTIES,
         one_gateway("in which whoever is elected server exchanges with other hosts"),
         Combination(
             'Priorities(search="equal")',
