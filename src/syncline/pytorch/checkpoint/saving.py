@@ -49,10 +49,10 @@ def save_checkpoint(
     raised by the work that it returns, by the next save, which waits for this one, or when the fleet closes.
 
     Raises :class:`CheckpointError` on every rank if one of them fails; the checkpoint that was there is whole then.
-    Where ranks may be lost, or only serve (``Clustered`` with a temporary server; ``Overlapped`` with M < N or dedicated
-    servers), the lowest worker that lives writes alone, and only it waits; call ``optimizer.end_period()`` before, so
-    that it has what all have. It is a checkpoint of ``torch.distributed.checkpoint`` too: ``model`` and ``optimizer`` are in it as
-    ``get_state_dict()`` has them.
+    Where ranks may be lost, or only serve (``Clustered`` with a temporary server; ``Overlapped`` with M < N or
+    dedicated servers), the lowest worker that lives writes alone, and only it waits; call ``optimizer.end_period()``
+    before, so that it has what all have. It is a checkpoint of ``torch.distributed.checkpoint`` too: ``model`` and
+    ``optimizer`` are in it as ``get_state_dict()`` has them.
 
     >>> model, optimizer = syncline.distribute(model, optimizer)
     >>> syncline.save_checkpoint("run1", model, optimizer, extra={"epoch": 3})

@@ -116,8 +116,8 @@ class Clustered(PartyRule):
 
     Raises :class:`ConfigurationError` for values that are out of range or exclude each other, ``distribute()`` also for
     clusters that do not name each rank once, and :class:`UpdateError` for an optimizer that wants a closure.
-    ``step()``, on the training thread, raises :class:`QuorumLostError` on a rank that may not go on; without a temporary
-    server it and ``backward()`` raise what a collective does (:class:`PeerLostError`, :class:`DeadlineError`).
+    ``step()``, on the training thread, raises :class:`QuorumLostError` on a rank that may not go on; it and
+    ``backward()`` raise what a collective does (:class:`PeerLostError`, :class:`DeadlineError`).
 
     >>> model, optimizer = syncline.distribute(model, optimizer, syncline.Clustered(period=16, features=()))
     >>> model(x).sum().backward(); optimizer.step(); optimizer.end_period()
@@ -245,7 +245,6 @@ class ClusteredUpdater(PartyUpdater):
     def __init__(self, setting: Setting, rule: Clustered) -> None:
         super().__init__(setting, rule.within)
         communicator = self.collectives.communicator
-        stream = self.collectives.bucket_schedules[0].stream
         self._rule = rule
         self._newcomers = setting.newcomers
         self._news: MemberNews | None = None
@@ -264,27 +263,7 @@ class ClusteredUpdater(PartyUpdater):
             self._vectors = DividedGradientVectors(self._party)
         self._period = self._new_period()
         self._contributions = Contributions(self._vectors.shape) if rule.is_literal else None
-        port = communicator.open_port(f"clustered {self.clusters} {self.record_schedule} literal={rule.is_literal}")
-        node = Node(
-            job=f"{SEED}/{stream}",
-            rank=port.rank,
-            clusters=self.clusters,
-            record_schedule=self.record_schedule,
-            mean=mean_of,
-            quorum=rule.within.quorum if isinstance(rule.within, TemporaryServer) else None,
-            reclusters=rule.recluster_every > 0,
-            elders=() if setting.newcomers is None else setting.newcomers.elders,
-        )
-        self._driver = ClusterDriver(
-            port,
-            communicator,
-            self._vectors.shape,
-            node,
-            stream=stream,
-            timeout_s=self.collectives.timeout_s,
-            trace=self.collectives.trace,
-            newcomers=setting.newcomers,
-        )
+        self._driver = self._open_driver(setting)
         self._position = 0
         self._num_batches = 0
         """Of this period."""
@@ -487,6 +466,33 @@ class ClusteredUpdater(PartyUpdater):
     def _cluster(self) -> int:
         """The number of this rank's cluster."""
         return next(number for number, ranks in enumerate(self.clusters) if self.collectives.rank in ranks)
+
+    def _open_driver(self, setting: Setting) -> ClusterDriver:
+        """Return what agrees with the others on the records."""
+        communicator, stream = self.collectives.communicator, self.collectives.bucket_schedules[0].stream
+        port = communicator.open_port(
+            f"clustered {self.clusters} {self.record_schedule} literal={self._rule.is_literal}"
+        )
+        node = Node(
+            job=f"{SEED}/{stream}",
+            rank=port.rank,
+            clusters=self.clusters,
+            record_schedule=self.record_schedule,
+            mean=mean_of,
+            quorum=self._rule.within.quorum if isinstance(self._rule.within, TemporaryServer) else None,
+            reclusters=self._rule.recluster_every > 0,
+            elders=() if setting.newcomers is None else setting.newcomers.elders,
+        )
+        return ClusterDriver(
+            port,
+            communicator,
+            self._vectors.shape,
+            node,
+            stream=stream,
+            timeout_s=self.collectives.timeout_s,
+            trace=self.collectives.trace,
+            newcomers=setting.newcomers,
+        )
 
     def _agree_on_start(self, *, gpu: int | None, reads: bool) -> Start:
         """Return the clusters of a job that begins."""
