@@ -327,7 +327,10 @@ CALLS: dict[str, Callable[[World], Right]] = {
     ),
     "syncline.fabric.memory_fabrics": lambda world: (connect_fabrics, {"world_size": 1}),
 }
-RULES = ("syncline.AllReduce", "syncline.Sharded", "syncline.LocalSteps", "syncline.Overlapped", "syncline.Clustered")
+RULES = (
+    *("syncline.AllReduce", "syncline.Sharded", "syncline.LocalSteps", "syncline.Overlapped", "syncline.Clustered"),
+    "syncline.updates.TemporaryServer",
+)
 NOT_CALLED: dict[str, str] = {
     **dict.fromkeys(
         (
@@ -365,7 +368,11 @@ NOT_CALLED: dict[str, str] = {
         "the library's own modules call it",
     ),
     **dict.fromkeys(
-        (f"{rule}.{name}" for rule in RULES for name in ("check", "start", "kind", "layout", "record_schedule")),
+        (
+            f"{rule}.{name}"
+            for rule in RULES
+            for name in ("check", "check_within", "start", "kind", "layout", "has_others", "record_schedule")
+        ),
         "distribute() calls it",
     ),
     **dict.fromkeys(

@@ -83,7 +83,8 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
         begun[0] = plan["switches"]  # those that come in before are no members any more
         tell_end(distributed, fleet)
     train(folder, plan, own, begun, (fleet, model, distributed))
-    num_updaters = sum(isinstance(one, Updater) for one in gc.get_objects())
+    updaters = [one for one in gc.get_objects() if isinstance(one, Updater)]
+    num_updaters = len(updaters) - sum(one.dividing is not one for one in updaters)  # each with that of its party
     told = [[change.lost, change.joined, change.iteration] for change in changes]
     tell({"changes": told, "num_updaters": num_updaters})
     fleet.close()
