@@ -1,0 +1,173 @@
+"""Many ranks without PyTorch on one machine: how they start, what each holds, and who hears of one that is killed.
+
+    python benchmarks/bare_ranks.py 16 64 128
+
+For each number of ranks: seconds until all are connected and have summed 4 KiB once; what one uses of a processor until
+then; the descriptors and the memory (MiB, resident, of which 38 are Python, numpy and this library) of who has most;
+seconds of one more sum; and, as one rank is killed while all others sum, seconds until the median and the last of them
+have an error, and how many of these errors name the rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import threading
+import time
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from syncline.errors import SynclineError
+from syncline.fabric import FabricOptions
+from syncline.runtime import Communicator
+from syncline.runtime.reduction import numpy_reduction
+from syncline.topology import Topology
+
+CONNECT_S = 300.0
+NUM_ELEMENTS = 1024
+
+
+class Table:
+    """What the ranks tell each other before they are connected, in the parent; a thread serves each of them."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def serve(self, pipe: Connection) -> None:
+        """Answer one rank until it ends."""
+        while True:
+            try:
+                key, value, timeout_s = pipe.recv()
+            except (EOFError, OSError):
+                return
+            with self._changed:
+                if value is None:
+                    self._changed.wait_for(partial(self._values.__contains__, key), timeout_s)
+                else:
+                    self._values[key] = value
+                    self._changed.notify_all()
+                pipe.send(self._values.get(key))
+
+
+class PipeStore:
+    """A rank's end of the table: a store."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._is_free = threading.Lock()
+
+    def set(self, key: str, value: bytes) -> None:
+        """Let the others read it."""
+        self._ask(key, value, 0.0)
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Return what some rank has set, or will set within that time."""
+        if (value := self._ask(key, None, timeout_s)) is None:
+            raise TimeoutError
+        return value
+
+    def _ask(self, *question: Any) -> bytes | None:
+        with self._is_free:
+            self._pipe.send(question)
+            answer: bytes | None = self._pipe.recv()
+            return answer
+
+
+def be_rank(rank: int, num_ranks: int, store: Connection, pipe: Connection) -> None:
+    """Start, sum, tell the parent, and sum again each time that it says so; die if it says so."""
+    options = FabricOptions(address="127.0.0.1", connect_s=CONNECT_S)
+    settings: dict[str, Any] = {"store": PipeStore(store), "options": options, "topology": Topology.flat(num_ranks)}
+    numbers: Any = np.ones(NUM_ELEMENTS, np.float32)
+    buffer, kind = memoryview(numbers).cast("B"), numpy_reduction("float32")
+    num_inherited, began_s = _num_descriptors(), time.monotonic()
+    try:
+        communicator = Communicator.connect(rank=rank, world_size=num_ranks, **settings)
+    except SynclineError as error:
+        pipe.send((time.monotonic(), str(error)))
+        return
+    with communicator:  # who leaves it lets others read why first
+        try:
+            communicator.all_reduce(buffer, kind).wait()
+            memory_mib = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+            used = (time.process_time(), _num_descriptors() - num_inherited, memory_mib)
+            pipe.send((time.monotonic() - began_s, *used))
+            while pipe.recv() != "die":
+                began_s = time.monotonic()
+                communicator.all_reduce(buffer, kind).wait()
+                pipe.send(time.monotonic() - began_s)
+        except SynclineError as error:
+            pipe.send((time.monotonic(), str(error)))
+            return
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def measure(num_ranks: int) -> str:
+    """Return a row of the table."""
+    table, context = Table(), get_context("fork")
+    stores, pipes = ([context.Pipe() for _ in range(num_ranks)] for _ in range(2))
+    ranks = [
+        context.Process(target=be_rank, args=(rank, num_ranks, stores[rank][1], pipes[rank][1]))
+        for rank in range(num_ranks)
+    ]
+    for rank in ranks:
+        rank.start()
+    for store, _ in stores:
+        threading.Thread(target=table.serve, args=(store,), daemon=True).start()
+    ends = [pipe for pipe, _ in pipes]
+    started = [end.recv() for end in ends]
+    failed = sorted(each for each in started if isinstance(each[1], str))  # by when
+    if failed:
+        row = f"| {num_ranks} | {len(failed)} failed: {failed[0][1]} |"
+    else:
+        row = f"| {num_ranks} | " + _lose_one(ends, started) + " |"
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    return row
+
+
+def _lose_one(ends: list[Connection], started: list[tuple[float, float, int, float]]) -> str:
+    seconds, used_s, descriptors, memory_mib = zip(*started, strict=True)
+    for end in ends:
+        end.send("sum")
+    again_s = max(end.recv() for end in ends)
+    lost = len(ends) // 2
+    others = [end for rank, end in enumerate(ends) if rank != lost]
+    for end in others:
+        end.send("sum")
+    died_s = time.monotonic()
+    ends[lost].send("die")
+    told = [end.recv() for end in others]
+    heard_s = sorted(at_s - died_s for at_s, _ in told)
+    num_right = sum(f"rank {lost} " in text for _, text in told)
+    return (
+        f"{max(seconds):.1f} | {statistics.median(used_s):.2f} | {max(descriptors)} | {max(memory_mib):.0f} | "
+        f"{again_s:.3f} | {statistics.median(heard_s):.2f} | {heard_s[-1]:.2f} | {num_right} of {len(told)}"
+    )
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ranks", type=int, nargs="+")
+    options = parser.parse_args()
+    columns = ("ranks", "start", "processor", "descriptors", "MiB", "again", "half know", "all know", "name it")
+    print(f"| {' | '.join(columns)} |\n" + "|---" * len(columns) + "|")
+    for num_ranks in options.ranks:
+        print(measure(num_ranks), flush=True)
+
+
+if __name__ == "__main__":
+    main()
