@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -54,6 +55,17 @@ def test_hosts_near_each_other_are_a_site() -> None:
     assert sites_of(4, trips) == [{0, 1, 3}, {2}], "two are near a third"
     assert sites_of(5, trips | {(2, 4): 0.0}) == [{0, 1, 3}, {2, 4}], "what is not known is taken for near"
     assert sites_of(3, dict.fromkeys(permutations(range(3), 2), far_s)) == [{0}, {1}, {2}]
+
+
+def test_far_flows_count_while_all_of_them_share_a_link() -> None:
+    """The first has half of the link until the other ends, at 1.0 s, and all of it then."""
+    far = probe._Receiving(begin_s=0.0, end_s=1.0, round_trip_s=FAR_S)
+    far.landed = [(second / 10, 1000) for second in range(1, 11)] + [
+        (1.0 + second / 20, 1000) for second in range(1, 21)
+    ]
+    assert probe._rate(far) == pytest.approx(10_000)
+    near = replace(far, round_trip_s=0.0)
+    assert probe._rate(near) > 15_000, "which needs as many messages as a slow link lets pass after a pause"
 
 
 def test_the_longest_way_is_that_between_the_two_ranks_that_are_furthest() -> None:

@@ -255,8 +255,10 @@ def _rate(flow: _Receiving) -> float:
     """
     times_s = [flow.begin_s, *(landed_s for landed_s, _ in flow.landed)]
     sums = [0, *accumulate(size for _, size in flow.landed)]
-    end_s = min(max(flow.end_s, *times_s[: NUM_LEAST + 1]), times_s[-1])
-    warm_part = WARM_PART if flow.round_trip_s < FAR_S else FAR_WARM_PART
+    is_far = flow.round_trip_s >= FAR_S
+    # Far flows all count until the same time: one that goes on for its least has the link of those that have ended.
+    end_s = min(flow.end_s if is_far else max(flow.end_s, *times_s[: NUM_LEAST + 1]), times_s[-1])
+    warm_part = FAR_WARM_PART if is_far else WARM_PART
     begin_s = flow.begin_s + warm_part * (end_s - flow.begin_s)
     first, last = np.interp((begin_s, end_s), times_s, sums)
     return float(last - first) / max(end_s - begin_s, 1e-6)
