@@ -283,7 +283,7 @@ def _everyone(sites: Iterable[Set]) -> Set:
 
 
 def _around(sites: Sequence[Set], rates: Mapping[Set, float], hosts: Set) -> Set:
-    """Return with whom these show what they can do: with their site, and with all if that can do more than it showed.
+    """Return with whom these show what they can do: their site, or all if their site can do more than they showed.
 
     Where a set is no node of the tree, nothing limits it.
     """

@@ -32,7 +32,7 @@ class Node:
     """Decides for one rank.
 
     ``quorum`` is the part of the ranks that must be alive for this one to go on: one that was cut off from most others
-    stops, instead of training on by itself (see :mod:`syncline.members`). With None it goes on without nobody.
+    stops, instead of training on by itself (see :mod:`syncline.members`). With None it goes on only with all.
     """
 
     def __init__(
