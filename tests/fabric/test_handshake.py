@@ -59,7 +59,7 @@ def test_two_ranks_of_a_job_agree(connection_class):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"versions": (5, 6)}, Refusal.VERSION),
+        ({"versions": (6, 7)}, Refusal.VERSION),
         ({"job_id": "another"}, Refusal.JOB),
         ({"epoch": 78}, Refusal.EPOCH),
         ({"authenticates_frames": True}, Refusal.FRAMES),

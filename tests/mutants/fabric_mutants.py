@@ -96,8 +96,8 @@ FABRIC_MUTANTS = (
         changes=(
             Change(
                 file="fabric/tcp.py",
-                before="        self._lose(outcast, error, news=[(tag, reason)])  # to whom the accuser has no link\n",
-                after="        self._lose(outcast, error)\n",
+                before="        self.lose(outcast, error, news=[(tag, reason)] if self._overlay is None else ())\n",
+                after="        self.lose(outcast, error)\n",
             ),
         ),
         found_by=NamedTest(

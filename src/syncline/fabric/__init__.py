@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         ABORTED as ABORTED,
         BULK as BULK,
         MAX_CONTROL_BYTES as MAX_CONTROL_BYTES,
+        MAX_TOLD_BYTES as MAX_TOLD_BYTES,
         Fabric as Fabric,
         FabricListener as FabricListener,
         GivenUpError as GivenUpError,
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from syncline.fabric.tcp import TcpFabric as TcpFabric
 
 _NAMES = {
-    "protocol": "Transport Fabric FabricListener GivenUpError PeerLeftError ABORTED MAX_CONTROL_BYTES BULK",
+    "protocol": "Transport Fabric FabricListener GivenUpError PeerLeftError "
+    "ABORTED MAX_CONTROL_BYTES MAX_TOLD_BYTES BULK",
     "statistics": "FabricStatistics ConnectionStatistics ClassStatistics",
     "options": "FabricOptions",
     "progress": "PeerStalls Progress StallHandler",

@@ -73,11 +73,14 @@ class Acceptor:
         """Greet by these terms from now on."""
         self._terms = terms
 
-    def greet(self, sock: socket.socket, address: str) -> asyncio.Task[Admission]:
-        """Shake hands with whoever is at the other end of a connected socket, at ``address``, and begins."""
+    def greet(self, sock: socket.socket, address: str, *, has_called: bool = False) -> asyncio.Task[Admission]:
+        """Shake hands with whoever is at the other end of a connected socket, at ``address``, and begins.
+
+        ``has_called``: this rank has connected it; if nothing comes of it, nobody is refused.
+        """
         task = self._loop.create_task(self._greet(sock))
         self._handshakes[task] = self._loop.time()
-        task.add_done_callback(partial(self._finish, sock, address))
+        task.add_done_callback(partial(self._finish, sock, "" if has_called else address))
         return task
 
     def close(self) -> list[asyncio.Task[Admission]]:
@@ -133,7 +136,7 @@ class Acceptor:
             return
         if isinstance(error, CalledError) and self._on_call(error.message, sock):
             return
-        if isinstance(error, AskedError):
+        if isinstance(error, AskedError) or not address:
             sock.close()
             return
         self.num_refused += 1  # before the other side sees the end

@@ -189,13 +189,15 @@ async def dial(
     address: tuple[str, int],
     connection_class: int,
     open_socket: Open,
+    has_listened: bool = False,
 ) -> Dialled:
     """Connect to ``peer`` and shake hands; try again until cancelled, unless the peer says why it refuses.
 
     The keys are those of the connection's frames, if they are authenticated. ``open_socket`` connects, and errors name
     the ``address``.
 
-    It listens before it meets the others: if nobody listens there for as long as a handshake may take, it is gone.
+    It listens before it meets the others: if nobody listens there for as long as a handshake may take, or any more
+    where it ``has_listened``, it is gone.
     A peer that is only busy, as one of many that start on a few cores, answers in its turn: a try has twice the time of
     a handshake, and each one twice as long as the one before. After a try that may have been let in, for all that is
     known here, the next one asks to go on with it; where the peer does not know it, or knows it only then, the one
@@ -222,7 +224,7 @@ async def dial(
             goes_on = not goes_on
         except (OSError, EOFError) as error:
             waited_s = asyncio.get_running_loop().time() - began_s
-            if isinstance(error, ConnectionRefusedError) and waited_s >= options.handshake_s:
+            if isinstance(error, ConnectionRefusedError) and (has_listened or waited_s >= options.handshake_s):
                 raise HandshakeError(
                     f"rank {terms.rank} cannot connect to {peer_name} at {format_endpoint(*address)}: nobody has "
                     f"listened there for {waited_s:.0f} s; its process has ended, or a firewall rejects connections"

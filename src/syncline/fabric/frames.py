@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-VERSION = 4
+VERSION = 5
 MAX_REASON_BYTES = 1024
 CONTROL_CLASS = -1
 """The class number of the control connection; data classes count from 0."""
@@ -65,6 +65,13 @@ class FrameType(IntEnum):
     """The sender has all connections of classes 0 to ``tag`` - 1 to this peer."""
     ACKNOWLEDGED = 17
     """The sender has the first ``message_bytes`` of what this peer sends on the connection of class ``tag`` - 1."""
+    GOSSIP = 18
+    """What a rank tells ranks that it is not connected to; ``tag`` says who, and which of its tellings it is. Who gets
+    it for the first time passes it on (:mod:`syncline.fabric.gossip`)."""
+    ROUTED = 19
+    """A message of the layer above that is passed on; ``tag`` says from whom, and to whom."""
+    JOINED = 20
+    """From now on the sender passes gossip on to this peer, and takes its own."""
 
 
 def cut_reason(reason: str) -> bytes:

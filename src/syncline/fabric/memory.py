@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -235,6 +235,7 @@ class MemoryFabric:
         self._counters: dict[tuple[int, int], Counters] = {}
         self._is_closed = self._is_dead = False
         self._dropped = _DroppedStreams()
+        self.unconnected: Set[int] = frozenset()
         self.progress = Progress()
         self.stalls = Stalls(float("inf"))
         """No heartbeats are sent in memory: whoever plays a hung rank calls ``tick``."""
@@ -345,6 +346,19 @@ class MemoryFabric:
                 is_control=True,
             )
         )
+
+    def tell(self, peers: Collection[int], payload: bytes) -> None:
+        """Send a control message to each of ``peers``."""
+        for peer in peers:
+            self.send_control(peer, payload)
+
+    def pass_on(self, peer: int, payload: bytes) -> None:
+        """Send a control message."""
+        self.send_control(peer, payload)
+
+    def when_connected(self, peers: Collection[int], then: Callable[[], None]) -> None:  # noqa: ARG002 - all are
+        """Call ``then``."""
+        then()
 
     def open_executor(self, reference: SliceExecutor, ranks: Sequence[int] | None = None) -> SliceExecutor:  # noqa: ARG002 - it knows
         """Return ``reference``."""

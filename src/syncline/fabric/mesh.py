@@ -2,15 +2,18 @@
 
 Further connection classes are opened later by the same handshake. The ranks first tell each other which, so that no one
 dials before the other knows what to expect, and at the end that they are there, so that no one leaves before.
+
+Of more than ``most_connected`` ranks each connects to its neighbours alone, and *meets* another when one of the two has
+something to send: the higher dials, for which the lower calls (:mod:`syncline.fabric.reach`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -20,7 +23,15 @@ from syncline.fabric.acceptor import MAX_UNAUTHENTICATED, Acceptor
 from syncline.fabric.compiled import check_compiled
 from syncline.fabric.dialling import FIRST_PAUSE_S, LONGEST_PAUSE_S, dial
 from syncline.fabric.frames import CONTROL_CLASS, FrameType
-from syncline.fabric.handshake import FrameKeys, Resumption, Terms, derive_key, derive_offer_key
+from syncline.fabric.handshake import (
+    FrameKeys,
+    Refusal,
+    RefusedError,
+    Resumption,
+    Terms,
+    derive_key,
+    derive_offer_key,
+)
 from syncline.fabric.options import NOWHERE, FabricOptions
 from syncline.fabric.peer import Peer
 from syncline.fabric.reach import Reach, check_reach
@@ -75,7 +86,7 @@ async def connect_tcp(
     deadline_s = asyncio.get_running_loop().time() + timeout_s
     address = resolve_address(options.address)
     options.check_exposure(address)
-    check_open_files(rank, num_peers=world_size - 1, num_classes=options.num_classes)
+    check_open_files(rank, num_peers=_num_peers(world_size, options), num_classes=options.num_classes)
     listening = open_listener(address, options)
     try:
         host = topology.host_of(rank).name if topology else socket.gethostname()
@@ -96,6 +107,7 @@ async def connect_tcp(
             peer_options=fit_options(options, rank=rank, world_size=world_size, topology=topology),
             transport_set=TransportSet(grants),
             offers=MemoryOffers(rank=rank, key=derive_offer_key(key, epoch=generation.epoch)),
+            is_sparse=world_size > options.most_connected and all(each.is_reachable for each in generation.members),
             trace=trace,
         )
     except BaseException:
@@ -175,52 +187,142 @@ class _Mesh:
         self._expected = options
         """What may be opened at last; what is open are ``_options``."""
         self._failure: BaseException | None = None
+        self._meeting: dict[int, asyncio.Task[None]] = {}
+        self._agreeing: set[int] = set()
+        """Peers with whom further classes are being opened."""
         self.reach = Reach(
             self._terms,
             options,
             own_address=listening.getsockname()[0],
             members=self._members,
             is_gone=fabric.is_lost,
-            on_call=lambda peer, connection_class: self._reopener.called(fabric.peer(peer), connection_class),
+            on_call=self._called,
         )
         self.acceptor = Acceptor(
             listening,
             self._terms,
             handshake_s=options.handshake_s,
-            num_expected=(fabric.world_size - 1 - fabric.rank) * (options.num_classes + 1),
+            num_expected=sum(peer > fabric.rank for peer in fabric.missing_peers) * (options.num_classes + 1),
             is_taken=lambda peer, connection_class: fabric.peer(peer).has_connection(connection_class),
             on_connection=self._accept,
             resume=lambda peer, *which: self._reopener.give_up_socket(fabric.peer(peer), *which),
             holds=lambda peer, *which: self._reopener.holds(fabric.peer(peer), *which),
             on_call=self.reach.take,
         )
-        self._reopener = Reopener(
-            self._terms,
-            options,
-            reach=self.reach,
-            greet=self.acceptor.greet,
-            trace=trace,
-        )
+        self._reopener = Reopener(self._terms, options, reach=self.reach, greet=self.acceptor.greet, trace=trace)
         self._prepare_peers()
         fabric.use_mesh(self)
         if isinstance(listening, SharedListener):
             listening.serve(name_of(self._terms.job, self._terms.epoch, self._terms.rank))
 
     def _prepare_peers(self) -> None:
+        own_address = self._members[self._fabric.rank].address
         for peer in self._peers():
             peer.reopen = self._reopener.reopen
             if not self.reach.is_direct(peer.rank):  # the other end of its sockets may be another rank of this machine
                 peer.expect(replace(peer.options, shares_memory=False))
+            peer.looks_local = peer.options.shares_memory and self._members[peer.rank].address == own_address
 
     async def connect(self, timeout_s: float) -> None:
-        """Wait until every connection is there; raise a clear error if not."""
+        """Wait until every connection is there that must be from the start; raise a clear error if not."""
         classes = range(CONTROL_CLASS, self._options.num_classes)
-        dials = [self._dial(*each) for each in product(self._members[: self._fabric.rank], classes)]
+        wanted = [peer for peer in self._fabric.missing_peers if peer < self._fabric.rank]
+        dials = [self._dial(self._members[peer], each) for peer, each in product(wanted, classes)]
         calls = [self._call(*each) for each in product(self._callers(self._peers()), classes)]
         with self._reopener.patient(timeout_s):
             await self._run(
                 *dials, *calls, self._fabric.wait_connected(), timeout_s=timeout_s, describe=self._describe_missing
             )
+
+    # --- one by one ---
+
+    def meet(self, peer: Peer) -> None:
+        """Open the connections to a peer, unless that is under way; who cannot be reached is lost."""
+        if peer.rank not in self._meeting and not peer.is_ready:
+            task = self._meeting[peer.rank] = asyncio.create_task(self._meet(peer))
+            peer.tasks.add(task)
+            task.add_done_callback(peer.tasks.discard)
+            task.add_done_callback(lambda _: self._meeting.pop(peer.rank))
+
+    async def _meet(self, peer: Peer) -> None:
+        """Connect to a peer: as soon as its machine answers, it has the time of a start, as it may be busy."""
+        loop, options = asyncio.get_running_loop(), self._options
+        began_s = loop.time()
+        try:
+            check_open_files(self._fabric.rank, num_peers=1, num_classes=options.num_classes)
+            async with asyncio.timeout(options.dead_s) as limit:
+                await self._meet_by(peer, lambda: limit.reschedule(began_s + max(options.connect_s, options.dead_s)))
+        except TimeoutError:
+            took_s = loop.time() - began_s
+            self._fabric.on_broken(peer, f"is lost: it could not be connected to in {took_s:.1f} s", must_tell=False)
+        except (HandshakeError, ConfigurationError) as error:
+            self._fabric.on_broken(peer, f"is lost: {error}", must_tell=False)
+
+    async def _meet_by(self, peer: Peer, on_answer: Callable[[], None]) -> None:
+        if peer.rank > self._fabric.rank:
+            await self._ask_to_dial(peer, on_answer)
+            return
+        while not peer.is_ready:
+            classes = [each for each in self._classes_of(peer) if not peer.has_connection(each)]
+            dials = [self._dial(self._members[peer.rank], each, on_answer) for each in classes]
+            try:
+                await _run_all(dials)
+            except HandshakeError as error:
+                refused = error.__cause__
+                if not isinstance(refused, RefusedError) or refused.refusal is not Refusal.CLASSES:
+                    raise
+                await asyncio.sleep(FIRST_PAUSE_S)  # one of the two has opened further classes, as the other will
+            else:
+                await self._fabric.wait_for_peer(peer, lambda: peer.is_ready)
+        self.reach.drop_call(peer.rank, CONTROL_CLASS)
+
+    def _classes_of(self, peer: Peer) -> range:
+        return range(CONTROL_CLASS, peer.options.num_classes)
+
+    async def _ask_to_dial(self, peer: Peer, on_answer: Callable[[], None]) -> None:
+        """Call a higher rank, which dials then, until it has done so."""
+        pause_s = FIRST_PAUSE_S
+        while not peer.is_ready:
+            try:
+                sock = await self.reach.call(peer.rank, CONTROL_CLASS, self._options.handshake_s)
+            except ConnectionRefusedError as error:
+                raise HandshakeError("nobody listens there any more; its process has ended") from error
+            except OSError:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                continue
+            on_answer()
+            self.acceptor.greet(sock, self._members[peer.rank].address, has_called=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(2 * self._options.handshake_s):
+                    await self._fabric.wait_for_peer(peer, lambda: peer.is_ready)
+
+    def _called(self, source: int, connection_class: int) -> None:
+        """Dial a rank that calls, or go on with a connection of which it alone knows that it broke."""
+        peer = self._fabric.peer(source)
+        if not self._fabric.is_sparse:
+            self._reopener.called(peer, connection_class)
+        elif peer.is_ready or peer.is_gone:
+            self.reach.drop_call(source, connection_class)
+        else:
+            self.meet(peer)
+
+    def on_opening(self, peer: Peer) -> None:
+        """Open further classes to a peer that was met while this rank opened them to all."""
+        is_late = peer.opening and peer.rank not in self._agreeing and peer.num_classes < self._terms.num_classes
+        if self._fabric.is_sparse and is_late and not self._opening.locked():
+            task = asyncio.create_task(self._open_late(peer))
+            peer.tasks.add(task)
+            task.add_done_callback(peer.tasks.discard)
+
+    async def _open_late(self, peer: Peer) -> None:
+        classes = range(peer.num_classes, self._terms.num_classes)
+        try:
+            await self._open_to_all([peer], classes, self._options.connect_s)
+        except (ConfigurationError, HandshakeError) as error:
+            self._fabric.on_broken(peer, f"is lost: {error}", must_tell=True)
+
+    # --- further classes ---
 
     async def open_classes(self, priorities: Priorities, *, timeout_s: float, only_check: bool) -> None:
         """Open what was expected, these among them, and mark all; sizes become those of several classes."""
@@ -230,6 +332,9 @@ class _Mesh:
             self._expect(priorities)
             if only_check or priorities == Priorities.off():
                 return
+            with contextlib.suppress(TimeoutError):  # who is late will be missed below
+                async with asyncio.timeout(timeout_s):
+                    await self._fabric.wait_until(lambda: not any(peer.is_half_open for peer in self._peers()))
             first, is_open = self._options.num_classes, self._options == self._expected
             self._options = self._expected
             self._size_for(self._options)
@@ -240,7 +345,8 @@ class _Mesh:
             self._reopener.use_terms(self._terms)
             self.reach.use_terms(self._terms)
             try:
-                await self._open_to_all(self._peers(), range(first, self._options.num_classes), timeout_s)
+                connected = [peer for peer in self._peers() if peer.is_ready or not self._fabric.is_sparse]
+                await self._open_to_all(connected, range(first, self._options.num_classes), timeout_s)
             except BaseException as error:
                 self._failure = error  # some peers may have what others have not: the ranks no longer agree
                 raise
@@ -252,7 +358,8 @@ class _Mesh:
             return
         self._check_can_become(wanted)
         num_more = wanted.num_classes - self._options.num_classes - 1  # the control connections are there
-        check_open_files(self._fabric.rank, num_peers=self._fabric.world_size - 1, num_classes=num_more)
+        num_peers = sum(peer.is_ready or not self._fabric.is_sparse for peer in self._peers())
+        check_open_files(self._fabric.rank, num_peers=num_peers, num_classes=num_more)
         self._expected = wanted
 
     def use_one_class(self) -> None:
@@ -277,11 +384,15 @@ class _Mesh:
         for peer in peers:
             peer.send_frame(FrameType.OPEN, payload=opening.encode())
         silent = {peer.rank for peer in peers}
-        await self._run(
-            *(self._open_to(peer, opening, classes, silent) for peer in peers),
-            timeout_s=timeout_s,
-            describe=lambda: self._describe_unopened(peers, silent, timeout_s),
-        )
+        self._agreeing |= silent
+        try:
+            await self._run(
+                *(self._open_to(peer, opening, classes, silent) for peer in peers),
+                timeout_s=timeout_s,
+                describe=lambda: self._describe_unopened(peers, silent, timeout_s),
+            )
+        finally:
+            self._agreeing -= {peer.rank for peer in peers}
 
     async def _open_to(self, peer: Peer, opening: str, classes: range, silent: set[int]) -> None:
         """Agree with one peer, open the connections to it, and wait until it has them too."""
@@ -307,16 +418,10 @@ class _Mesh:
     async def _run(self, *openings: Coroutine[Any, Any, None], timeout_s: float, describe: Callable[[], str]) -> None:
         """Run all of ``openings``, or raise the first error of one."""
         try:
-            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
-                for opening in openings:
-                    group.create_task(opening)
+            async with asyncio.timeout(timeout_s):
+                await _run_all(openings)
         except TimeoutError:
             raise HandshakeError(describe()) from None
-        except BaseExceptionGroup as group_error:
-            error: BaseException = group_error
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            raise error from None
 
     def _check_can_become(self, wanted: FabricOptions) -> None:
         before = self._expected
@@ -329,7 +434,15 @@ class _Mesh:
                 f"{_describe_classes(wanted)}; give all models of a job the same priorities"
             )
 
-    async def _dial(self, member: Member, connection_class: int) -> None:
+    async def _dial(self, member: Member, connection_class: int, on_answer: Callable[[], None] | None = None) -> None:
+        """Open a connection; ``on_answer`` hears that the machine answers, of a peer that has listened before."""
+
+        async def open_socket(connect_s: float | None) -> socket.socket:
+            sock = await self.reach.open(member.rank, connection_class, connect_s)
+            if on_answer is not None:
+                on_answer()
+            return sock
+
         async with self._places:
             sock, keys, connection_id, number = await dial(
                 self._terms,
@@ -338,7 +451,8 @@ class _Mesh:
                 peer_name=self._fabric.describe_peer(member.rank),
                 address=(member.address, member.port),
                 connection_class=connection_class,
-                open_socket=partial(self.reach.open, member.rank, connection_class),
+                open_socket=open_socket,
+                has_listened=on_answer is not None,
             )
         self._attach(member.rank, connection_class, keys, connection_id, sock, number=number)
 
@@ -415,6 +529,28 @@ class _Mesh:
             f"{'; '.join(reasons)}; check that all ranks make the same calls in the same order, and that a firewall "
             "lets the hosts connect to each other on any port"
         )
+
+
+async def _run_all(openings: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all of ``openings``, or raise the first error of one."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for opening in openings:
+                group.create_task(opening)
+    except BaseExceptionGroup as group_error:
+        error: BaseException = group_error
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from error.__cause__
+
+
+def _num_peers(world_size: int, options: FabricOptions) -> int:
+    """Return to how many others a rank is connected from the start."""
+    if world_size <= options.most_connected:
+        return world_size - 1
+    from syncline.fabric.gossip import distances  # few ranks need none
+
+    return len(distances(world_size))
 
 
 def _terms_of(fabric: TcpFabric, generation: Generation, options: FabricOptions) -> Terms:

@@ -73,6 +73,10 @@ class FabricOptions:
     chunk_bytes: Annotated[int, Bounds(4096, MAX_CHUNK_BYTES)] = 256 << 10
     """An urgent message waits for at most one chunk of another on its connection. Slow routes have smaller ones."""
 
+    most_connected: Count = 16
+    """So many ranks, or fewer, are all connected from the start. Of more, each is to some neighbours, and to another
+    rank once one of the two sends the other something (:mod:`syncline.fabric.gossip`); to all, where a rank cannot be
+    dialled."""
     num_classes: Annotated[int, Bounds(1, MAX_CLASSES)] = 1
     """Number of data connections to each peer; class 0 is the most urgent."""
     dscp: tuple[Mark, ...] | None = None

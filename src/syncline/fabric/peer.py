@@ -15,6 +15,7 @@ from syncline.fabric.shared_host import MemoryOffers, Offer, has_ended
 from syncline.fabric.sockets import is_same_machine
 
 if TYPE_CHECKING:
+    from syncline.fabric.overlay import Overlay
     from syncline.fabric.peer_transport import TransportSet
 
 DIED = "its process died or was killed"
@@ -89,6 +90,13 @@ class Peer:
         self.send_frame = self.transport.send_frame
         self.flush_control = self.transport.flush_control
         self._handlers = self._make_handlers()
+        self.overlay: Overlay | None = None
+        """By which ranks hear of each other that are not connected, if some are not."""
+        self.is_neighbour = True
+        """Whether gossip is passed on to it."""
+        self.looks_local = False
+        """Whether it would be local if it were connected."""
+        self._waiting: list[Callable[[], None]] = []
         self.reopen: Callable[[Peer, int, Exception], None] = lambda peer, _class, error: peer.on_broken(error)
         """Opens a connection again that broke, and says so; or says that it cannot be done."""
         self.tasks: set[asyncio.Task[None]] = set()
@@ -101,7 +109,27 @@ class Peer:
     @property
     def is_local(self) -> bool:
         """Whether the peer is on this machine, by its address, and memory may be shared with it."""
-        return self._offer is not None
+        return self._offer is not None if self.is_ready else self.looks_local
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether everything that was sent is with the kernel, or for nobody any more."""
+        return self.is_gone or (not self._waiting and self.transport.is_drained)
+
+    @property
+    def is_half_open(self) -> bool:
+        """Whether some of the connections that a fabric begins with are there, and some are not."""
+        return not self.is_ready and bool(self._sockets)
+
+    def wait(self, act: Callable[[], None]) -> None:
+        """Do this when the peer is connected, after what was to be done before; nothing if it is lost."""
+        self._waiting.append(act)
+
+    def go_on(self) -> None:
+        """Do what waited for the connection."""
+        waiting, self._waiting = self._waiting, []
+        for act in waiting:
+            act()
 
     def has_connection(self, connection_class: int) -> bool:
         """Whether there is a connection of this class already."""
@@ -144,6 +172,7 @@ class Peer:
             task.cancel()
         for sock, _ in self._sockets.values():
             sock.close()
+        self._waiting.clear()
         self.transport.close()
 
     # --- what the wire tells (PeerTransportEvents) ---
@@ -230,7 +259,15 @@ class Peer:
             FrameType.OPEN: lambda _, payload: self._on_open(payload),
             FrameType.OPENED: lambda tag, _: self._on_opened(tag),
             FrameType.LOST: lambda tag, payload: self._on_news(tag, escape_text(payload)),
+            FrameType.GOSSIP: lambda tag, payload: self._overlay().on_gossip(self, tag, payload),
+            FrameType.ROUTED: lambda tag, payload: self._overlay().on_routed(tag, payload),
+            FrameType.JOINED: lambda _tag, _payload: self._overlay().on_joined(self),
         }
+
+    def _overlay(self) -> Overlay:
+        if self.overlay is None:
+            raise FrameError("it passes something on, and all ranks are connected")
+        return self.overlay
 
     def _on_offer(self, payload: bytes) -> None:
         if self._has_offered:

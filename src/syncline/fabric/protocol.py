@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
 
@@ -30,6 +30,8 @@ ABORTED = "it aborted its fabric"
 """Why others lose a rank that gives no other reason."""
 MAX_CONTROL_BYTES = 16384
 """A control message is small: it goes ahead of all data, and its receiver holds it in memory."""
+MAX_TOLD_BYTES = 12 << 10
+"""A message to many is smaller: it travels with the set of those whom it is for."""
 BULK = 1 << 30
 """From this urgency on, nobody waits for a message: where slow links have smaller pieces, it moves in pieces of up to
 64 KiB, since each wakes both ends. What is more urgent may wait for one of them from each sender."""
@@ -176,6 +178,28 @@ class Transport(Protocol):
 
     def send_control(self, peer: int, payload: bytes) -> None:
         """Send at most 16 KiB ahead of all data; the peer's listener gets it in :meth:`FabricListener.on_control`."""
+
+    def tell(self, peers: Collection[int], payload: bytes) -> None:
+        """Send a control message of at most 12 KiB to each of ``peers``, the same ones each time, that is not lost.
+
+        Others pass it on where there is no connection; what one rank tells, all get in its order.
+        """
+
+    def pass_on(self, peer: int, payload: bytes) -> None:
+        """Send a control message on which nothing depends; where there is no connection, others pass it on.
+
+        It gets lost with one of them.
+        """
+
+    @property
+    def unconnected(self) -> Set[int]:
+        """A live view of the ranks to which there may be no connection yet."""
+
+    def when_connected(self, peers: Collection[int], then: Callable[[], None]) -> None:
+        """Call ``then`` once there are connections to all of ``peers`` that are not lost; at once if there are.
+
+        What an executor sends and receives needs them; :meth:`send` and :meth:`send_control` open them themselves.
+        """
 
     def is_lost(self, peer: int) -> bool:
         """Whether ``peer`` was reported lost."""

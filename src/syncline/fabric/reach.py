@@ -1,8 +1,9 @@
 """Connections to ranks that nobody can dial, as those behind a router that hands no port on to them.
 
 Such a rank says so (:data:`NOWHERE` is where others reach it), and connects itself. Of two ranks it is the higher that
-opens a connection's handshake. Where the lower cannot be dialled, it *calls*: it connects to the higher and says for
-which connection, and the higher begins the handshake on that socket as if it had dialled. Where neither can be dialled,
+opens a connection's handshake. Where the lower cannot be dialled, or needs a connection of which the higher does not
+know yet, it *calls*: it connects to the higher and says for which connection, and the higher begins the handshake on
+that socket as if it had dialled. Where neither can be dialled,
 both call at a third rank that can, the lowest that lives, which joins their sockets and passes on what comes, without
 knowing what it means: handshake, frames and codes are those of the two. Ranks of one host dial each other.
 
@@ -112,6 +113,8 @@ class Reach:
 
     async def open(self, peer: int, connection_class: int, connect_s: float | None) -> socket.socket:
         """Return a socket on which this rank, the higher, begins a handshake with ``peer``; OSError if it has none."""
+        if not (called := self._called[peer, connection_class]).empty():
+            return called.get_nowait()
         if self.is_dialled(peer):
             return await self._connect(peer, connect_s)
         if self._own.is_reachable:
@@ -140,12 +143,16 @@ class Reach:
             return True
         if source > own:
             return False
-        waiting = self._called[source, connection_class]
-        while not waiting.empty():
-            waiting.get_nowait().close()  # given up there
-        waiting.put_nowait(sock)
+        self.drop_call(source, connection_class)  # given up there
+        self._called[source, connection_class].put_nowait(sock)
         self._on_call(source, connection_class)
         return True
+
+    def drop_call(self, peer: int, connection_class: int) -> None:
+        """Close a socket on which the peer has called, if one is left: the connection is there, or comes otherwise."""
+        called = self._called[peer, connection_class]
+        while not called.empty():
+            called.get_nowait().close()
 
     def use_terms(self, terms: Terms) -> None:
         """Take calls by these terms from now on."""

@@ -206,9 +206,9 @@ class ThreadBinding:
     def __repr__(self) -> str:
         return f"<ThreadBinding of rank {self._rank} beside {len(self._ranks) - 1} others>"
 
-    def share_with(self, rank: int) -> None:
-        """Take note that ``rank`` runs on this machine too, and bind the thread to what remains of the cores."""
-        self._ranks.add(rank)
+    def share_with(self, *ranks: int) -> None:
+        """Take note that ``ranks`` run on this machine too, and bind the thread to what remains of the cores."""
+        self._ranks.update(ranks)
         if threading.current_thread() is not threading.main_thread():
             with contextlib.suppress(OSError):  # a core went away, or a sandbox refuses: nothing depends on it
                 self._bind()

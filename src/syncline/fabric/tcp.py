@@ -1,4 +1,7 @@
-"""The TCP fabric: a full mesh of authenticated connections, one control and some data connections to each peer.
+"""The TCP fabric: authenticated connections, one control and some data connections to each peer that needs them.
+
+Of few ranks each is connected to all. Of many it is to its neighbours, and to others once it sends them something; of
+what happens to those it has no connection to it hears by gossip (:mod:`syncline.fabric.gossip`).
 
 This module only composes: what a frame is, who may send, who is alive and how connections open stand in the modules
 of those names. Everything runs on one loop; nothing is locked.
@@ -9,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, Unpack
 
@@ -31,6 +34,7 @@ from syncline.fabric.protocol import (
     PeerLeftError,
     ReceiveSettings,
     SendSettings,
+    call_back,
 )
 from syncline.fabric.reach import Reach
 from syncline.fabric.shared_host import MemoryOffers, ThreadBinding
@@ -41,6 +45,7 @@ from syncline.observe import Trace
 from syncline.priorities.settings import Priorities
 
 if TYPE_CHECKING:
+    from syncline.fabric.overlay import Overlay
     from syncline.fabric.peer_transport import TransportSet
     from syncline.fabric.statistics import FabricStatistics
 
@@ -53,6 +58,12 @@ class Mesh(Protocol):
 
     acceptor: Acceptor
     reach: Reach
+
+    def meet(self, peer: Peer) -> None:
+        """Open the connections to a peer, unless that is under way."""
+
+    def on_opening(self, peer: Peer) -> None:
+        """Look what the peer says of its connection classes."""
 
     async def open_classes(self, priorities: Priorities, *, timeout_s: float, only_check: bool) -> None:
         """Open further connections to every peer."""
@@ -74,6 +85,7 @@ class TcpFabric:
         peer_options: Mapping[int, FabricOptions],
         transport_set: TransportSet,
         offers: MemoryOffers,
+        is_sparse: bool = False,
         trace: Trace | None = None,
     ) -> None:
         self._rank = rank
@@ -93,9 +105,16 @@ class TcpFabric:
         }
         self._mesh: Mesh
         self._listener_slot = ListenerSlot()
+        self._overlay = self._open_overlay() if is_sparse else None
+        self._neighbours = self._peers.keys() if self._overlay is None else self._overlay.neighbours
+        self._connected: dict[int, Peer] = {}
+        self.unconnected = self._peers.keys() - self._neighbours
+        """To whom there may be no connection yet."""
+        self._waiting: list[tuple[set[int], Callable[[], None]]] = []
+        """Who is not connected yet, and what waits for that."""
         self._lost: dict[int, PeerLostError] = {}
-        self._news = News()
-        self._is_closing = self._is_closed = False
+        self._news = News() if self._overlay is None else News(self._overlay.watchers)
+        self._is_closing = self._has_ended = self._is_closed = False
         self._changed = asyncio.Event()
         self._liveness = Liveness(options, now_s=self._loop.time())
         self.progress = Progress()
@@ -120,8 +139,13 @@ class TcpFabric:
 
     @property
     def missing_peers(self) -> tuple[int, ...]:
-        """Peers whose connections are not all there."""
-        return tuple(rank for rank, peer in self._peers.items() if not peer.is_ready)
+        """Peers to whom there must be connections from the start, and whose are not all there."""
+        return tuple(rank for rank in sorted(self._neighbours) if not self._peers[rank].is_ready)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether ranks are connected only where they are neighbours, or send each other something."""
+        return self._overlay is not None
 
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on; what happened before is delivered at once."""
@@ -130,8 +154,12 @@ class TcpFabric:
     def send(self, peer: int, tag: int, payload: memoryview, **settings: Unpack[SendSettings]) -> None:
         """Queue ``payload`` for ``peer`` (see the protocol)."""
         other = self._open_peer(peer)
-        if not other.is_gone:
+        if other.is_gone:
+            return
+        if other.is_ready:
             other.transport.send(tag, payload, **settings)
+        else:
+            self.meet(other, partial(other.transport.send, tag, payload, **settings))
 
     def receive(self, peer: int, tag: int, destination: memoryview, **settings: Unpack[ReceiveSettings]) -> None:
         """Let the message ``tag`` of ``peer`` land in ``destination`` (see the protocol)."""
@@ -149,7 +177,38 @@ class TcpFabric:
     def send_control(self, peer: int, payload: bytes) -> None:
         """Send a small message ahead of all data."""
         assert len(payload) <= MAX_CONTROL_BYTES, f"control message of {len(payload)} bytes"
-        self._open_peer(peer).send_frame(FrameType.CONTROL, payload=bytes(payload))
+        other = self._open_peer(peer)
+        if other.is_ready:
+            other.send_frame(FrameType.CONTROL, payload=bytes(payload))
+        else:
+            self.meet(other, partial(other.send_frame, FrameType.CONTROL, payload=bytes(payload)))
+
+    def tell(self, peers: Collection[int], payload: bytes) -> None:
+        """Send a control message to each of ``peers``, without a connection to each (see the protocol)."""
+        self._check_open()
+        if self._overlay is not None and any(peer not in self._neighbours for peer in peers):
+            self._overlay.spread_message(peers, payload)
+            return
+        for peer in peers:
+            if peer not in self._lost:
+                self.send_control(peer, payload)
+
+    def pass_on(self, peer: int, payload: bytes) -> None:
+        """Send a control message that may get lost on its way (see the protocol)."""
+        if self._overlay is None or self._open_peer(peer).is_ready:
+            self.send_control(peer, payload)
+        else:
+            self._overlay.pass_on(peer, payload)
+
+    def when_connected(self, peers: Collection[int], then: Callable[[], None]) -> None:
+        """Call ``then`` once this rank is connected to all of ``peers`` (see the protocol)."""
+        missing = {peer for peer in peers if not (self._peers[peer].is_ready or self._peers[peer].is_gone)}
+        if not missing:
+            then()
+            return
+        self._waiting.append((missing, then))
+        for peer in missing:
+            self._mesh.meet(self._peers[peer])
 
     def open_executor(self, reference: SliceExecutor, ranks: Sequence[int] | None = None) -> SliceExecutor:
         """Return who executes slices here (see the protocol)."""
@@ -196,18 +255,21 @@ class TcpFabric:
     async def close(self) -> None:
         """Send what is queued, say goodbye, and release everything, within ``close_s``."""
         if self._is_closing or self._is_closed:
-            await self._wait_until(lambda: self._is_closed)
+            await self.wait_until(lambda: self._is_closed)
             return
         self._is_closing = True
         self._transport_set.tell_drained(self._changed.set)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._options.close_s):
-                await self._wait_until(lambda: all(peer.transport.is_drained for peer in self._living()))
-                for peer in self._living():
+                await self.wait_until(lambda: all(peer.is_drained for peer in self._peers.values()))
+                if self._overlay is not None:
+                    self._overlay.spread_leaving()
+                self._has_ended = True
+                for peer in self.living():
                     peer.transport.end()
-                await self._wait_until(lambda: not self._living())
+                await self.wait_until(lambda: not self.living())
                 await self._mesh.reach.drain()
-        for peer in self._living():
+        for peer in self.living():
             # Only those whose deadline passed: what was sent to them was not received, or they did not answer.
             reason = f"closed its fabric after waiting {self._options.close_s:.1f} s for this rank to receive"
             self._tell_peer(peer, tag=self._rank, reason=reason)
@@ -215,9 +277,14 @@ class TcpFabric:
 
     def abort(self, reason: str = ABORTED) -> None:
         """Release everything at once; tell the others why, as far as that goes without waiting."""
-        if not self._is_closed:
-            for peer in self._living():
-                self._tell_peer(peer, tag=self._rank, reason=f"is lost: {reason}")
+        reason = f"is lost: {reason}"
+        if not self._is_closed and self._overlay is not None and not self._has_ended:
+            self._overlay.spread_loss(self._rank, reason)
+            for peer in self.living():
+                peer.flush_control()
+        elif not self._is_closed:
+            for peer in self.living():
+                self._tell_peer(peer, tag=self._rank, reason=reason)
         self._release()
 
     def resize_grants(self, sizes: WindowSizes) -> None:
@@ -232,32 +299,63 @@ class TcpFabric:
         """Return the state of one peer (for whoever opens the connections)."""
         return self._peers[rank]
 
+    def living(self) -> list[Peer]:
+        """Return the peers to whom this rank is connected."""
+        peers = (self._peers if self._overlay is None else self._connected).values()
+        return [peer for peer in peers if peer.is_ready and not peer.is_gone]
+
+    def meet(self, peer: Peer, then: Callable[[], None]) -> None:
+        """Do something when a peer is connected, now or later; nothing if it is lost."""
+        if peer.is_gone:
+            return
+        if peer.is_ready:
+            then()
+        else:
+            peer.wait(then)
+            self._mesh.meet(peer)
+
     async def wait_connected(self) -> None:
         """Wait until all connections to all peers are there; raise if a peer is lost before.
 
         A peer that left in good order was connected before that.
         """
-        await self._wait_until(lambda: bool(self._failures()) or not self.missing_peers)
+        await self.wait_until(lambda: bool(self._failures()) or not self.missing_peers)
         for error in self._failures():
             raise error
 
     async def wait_for_peer(self, peer: Peer, condition: Callable[[], bool]) -> None:
         """Wait until ``condition`` holds; raise if ``peer`` is lost or leaves before, or this fabric is closed."""
-        await self._wait_until(lambda: peer.is_gone or condition())
+        await self.wait_until(lambda: peer.is_gone or condition())
         self._check_open()
         if not condition():
             raise self._lost[peer.rank]
 
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition`` holds; it is looked at whenever a connection or a peer has changed."""
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
     # --- what the peers tell (PeerEvents) ---
 
     def on_ready(self, peer: Peer) -> None:
-        """Judge the peer's silence from now on."""
+        """Judge the peer's silence from now on, and send what waited for its connections."""
+        self._connected[peer.rank] = peer
         self._liveness.add(peer.rank)
         self._changed.set()
+        if self._overlay is None:
+            return
+        self.unconnected.discard(peer.rank)
+        self._overlay.on_ready(peer)
+        peer.go_on()
+        if self._has_ended:
+            peer.transport.end()
+        self._go_on_without(peer.rank)
 
-    def on_opening(self, peer: Peer) -> None:  # noqa: ARG002 - whoever waits looks for themselves
+    def on_opening(self, peer: Peer) -> None:
         """Let who opens connections look again."""
         self._changed.set()
+        self._mesh.on_opening(peer)
 
     def on_broken(self, peer: Peer, reason: str, *, must_tell: bool) -> None:
         """Report the peer as lost, and tell the others."""
@@ -267,21 +365,21 @@ class TcpFabric:
         if not must_tell and away_s >= self._options.dead_s:  # this rank was given up, and shall not blame the peer
             own = f"{self.describe_peer(self._rank)} {describe_absence(away_s)}"
             text = f"{own}, and then found {peer.name} gone: it {reason}"
-            self._lose(peer, PeerLostError(text, rank=peer.rank, host=peer.host))
+            self.lose(peer, PeerLostError(text, rank=peer.rank, host=peer.host))
             return
         if must_tell:
             self._tell_peer(peer, tag=peer.rank, reason=reason)
         error = PeerLostError(f"{peer.name} {reason}", rank=peer.rank, host=peer.host)
-        self._lose(peer, error, news=[(peer.rank, reason)])
+        self.lose(peer, error, news=[(peer.rank, reason)])
 
     def on_ended(self, peer: Peer) -> None:
         """Report that the peer left; if this rank is closing too, wait for its farewell."""
         if not self._is_closing or peer.has_said_farewell:
-            self._lose(peer, PeerLeftError(f"{peer.name} left: it closed its fabric", rank=peer.rank, host=peer.host))
+            self.lose(peer, PeerLeftError(f"{peer.name} left: it closed its fabric", rank=peer.rank, host=peer.host))
 
     def on_farewell(self, peer: Peer) -> None:
         """Let go of a peer that has read everything, if it has nothing to send either."""
-        self._lose(peer, PeerLeftError(f"{peer.name} left", rank=peer.rank, host=peer.host))
+        self.lose(peer, PeerLeftError(f"{peer.name} left", rank=peer.rank, host=peer.host))
 
     def on_news(self, peer: Peer, tag: int, reason: str) -> None:
         """Believe a peer that another one is lost, if it is to be (:class:`News`), or that it gave up this rank."""
@@ -292,7 +390,7 @@ class TcpFabric:
                 text += f"; this rank {describe_absence(away_s)}"
             error = (PeerLostError if accuser == peer.rank else GivenUpError)(text, rank=peer.rank, host=peer.host)
             must_tell = accuser == peer.rank or is_believed(peer.rank, lost)  # of it this rank is not believed
-            self._lose(
+            self.lose(
                 peer,
                 error,
                 news=[(peer.rank, f"gave up rank {self.numbers[lost]}, which {reason}")] if must_tell else (),
@@ -301,6 +399,7 @@ class TcpFabric:
             self._believe(accuser, lost, reason)
         else:
             _log.info("rank %d: %s reports that it lost rank %d, which %s", self._rank, peer.name, lost, reason)
+            self._look_again(reason)
 
     def on_control_message(self, peer: Peer, payload: bytes) -> None:
         """Pass a control message on."""
@@ -313,7 +412,8 @@ class TcpFabric:
     def on_memory_shared(self, peer: Peer) -> None:
         """Divide the machine's cores with a rank that runs on it too."""
         if self._options.binds_thread:
-            self._binding.share_with(peer.rank)
+            others = self._peers.values() if self.is_sparse else (peer,)
+            self._binding.share_with(*(other.rank for other in others if other.is_local))
 
     # --- inside ---
 
@@ -327,7 +427,12 @@ class TcpFabric:
             self._tell_peer(outcast, tag=on_word_of(accuser, lost), reason=reason)
         error = PeerLostError(f"{outcast.name} {reason}", rank=lost, host=outcast.host)
         tag = lost if is_believed(self._rank, lost) else on_word_of(accuser, lost)
-        self._lose(outcast, error, news=[(tag, reason)])  # to whom the accuser has no link
+        # to whom the accuser has no link, but where gossip leads to all
+        self.lose(outcast, error, news=[(tag, reason)] if self._overlay is None else ())
+
+    def _look_again(self, reason: str = "is lost") -> None:
+        for accuser, lost in self._news.find(known=self._lost.keys()):
+            self._believe(accuser, lost, reason)
 
     def _tell_peer(self, peer: Peer, *, tag: int, reason: str) -> None:
         """Tell ``peer`` at once, before its connections are closed, that a rank (itself, or this one) is lost."""
@@ -336,14 +441,14 @@ class TcpFabric:
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._liveness.interval_s, self._tick)
-        heard = {peer.rank for peer in self._living() if peer.transport.take_heard()}
+        heard = {peer.rank for peer in self.living() if peer.transport.take_heard()}
         tick = self._liveness.tick(self._loop.time(), heard=heard)
         if tick.gap_s:
             if advice := self._liveness.advise(tick.gap_s):
                 _log.warning("rank %d: %s", self._rank, advice)
             self._note("loop stood still", gap_s=tick.gap_s)
         if tick.must_beat:
-            for peer in self._living():
+            for peer in self.living():
                 peer.send_frame(FrameType.HEARTBEAT, tag=self.progress.value)
         for verdict in tick.verdicts:
             peer = self._peers[verdict.peer]
@@ -352,13 +457,16 @@ class TcpFabric:
             else:
                 _log.warning("rank %d: %s has sent nothing for %.1f s", self._rank, peer.name, verdict.silence_s)
                 self._note("peer is silent", peer=peer.rank, silence_s=verdict.silence_s)
-        self.stalls.tick(tick.counted_s, {peer.rank: peer.transport.progress for peer in self._living()})
+        self.stalls.tick(tick.counted_s, {peer.rank: peer.transport.progress for peer in self.living()})
+        if self._overlay is not None and not self._is_closing:
+            self._overlay.mend()
 
-    def _lose(self, peer: Peer, error: PeerLostError, *, news: Iterable[tuple[int, str]] = ()) -> None:
+    def lose(self, peer: Peer, error: PeerLostError, *, news: Iterable[tuple[int, str]] = ()) -> None:
         """Report a peer as lost; others hear the ``news`` (each a tag and a reason) before whatever follows from it."""
         if peer.is_gone:
             return
         peer.close()
+        self._connected.pop(peer.rank, None)
         self._liveness.remove(peer.rank)
         self._lost[peer.rank] = error
         self._changed.set()
@@ -367,10 +475,32 @@ class TcpFabric:
         if not self._is_closing:
             self._listener_slot.tell(lambda listener: listener.on_peer_lost(peer.rank, error))
         for tag, reason in news:
-            for other in self._living():
-                other.send_frame(FrameType.LOST, tag=tag, payload=cut_reason(reason))
-        for accuser, lost in self._news.find(known=self._lost.keys()):
-            self._believe(accuser, lost, "is lost")
+            self._tell_loss(tag, reason)
+        self._look_again()
+        if self._overlay is not None and not self._is_closing:
+            self._go_on_without(peer.rank)
+            self._overlay.on_gone(peer, has_left=has_left)
+
+    def _tell_loss(self, tag: int, reason: str) -> None:
+        if self._overlay is not None:
+            self._overlay.spread_loss(tag, reason)
+            return
+        for other in self.living():
+            other.send_frame(FrameType.LOST, tag=tag, payload=cut_reason(reason))
+
+    def _open_overlay(self) -> Overlay:
+        from syncline.fabric.overlay import Overlay  # few ranks need none
+
+        return Overlay(self._rank, self._peers, self)
+
+    def _go_on_without(self, rank: int) -> None:
+        """Do what waits for no connection any more but that to ``rank``, which is there, or will never be."""
+        for missing, _ in self._waiting:
+            missing.discard(rank)
+        ready = [then for missing, then in self._waiting if not missing]
+        self._waiting = [(missing, then) for missing, then in self._waiting if missing]
+        for then in ready:
+            call_back(then)
 
     def _release(self) -> list[asyncio.Task[Admission]]:
         if self._is_closed:
@@ -387,9 +517,6 @@ class TcpFabric:
     def _failures(self) -> list[PeerLostError]:
         return [error for error in self._lost.values() if not isinstance(error, PeerLeftError)]
 
-    def _living(self) -> list[Peer]:
-        return [peer for peer in self._peers.values() if peer.is_ready and not peer.is_gone]
-
     def _check_open(self) -> None:
         if self._is_closing:
             raise FabricClosedError(f"rank {self._rank}: the fabric was closed; open a new one with syncline.init()")
@@ -402,8 +529,3 @@ class TcpFabric:
     def _note(self, name: str, **args: object) -> None:
         if self._trace is not None:
             self._trace.instant(name, "communication", **args)
-
-    async def _wait_until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            self._changed.clear()
-            await self._changed.wait()

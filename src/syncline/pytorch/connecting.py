@@ -159,7 +159,11 @@ def is_discoverable(flat: Topology, address: str | None) -> bool:
 
 def _discover(environment: Environment, flat: Topology, store: Store, *, timeout_s: float) -> tuple[Topology, bool]:
     """Return what the ranks, all at one switch for now, find by measuring, and whether it is in doubt."""
-    options = replace(environment.fabric, job_id=f"{environment.fabric.job_id}/discovery")
+    options = replace(  # kernels tell of the way to whom there is a connection
+        environment.fabric,
+        job_id=f"{environment.fabric.job_id}/discovery",
+        most_connected=max(environment.world_size, environment.fabric.most_connected),
+    )
     brief = environment._replace(fabric=options)
     told = tell_if_long(f"measuring the network of {len(flat.hosts)} hosts", is_told=environment.rank == 0)
     with told, _open(brief, flat, store, trace=None, timeout_s=timeout_s) as communicator:

@@ -27,7 +27,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from syncline.errors import escape_text
-from syncline.fabric import MAX_CONTROL_BYTES
+from syncline.fabric import MAX_TOLD_BYTES
 from syncline.runtime.call import Description
 
 _HEAD = struct.Struct("<BHI")
@@ -149,7 +149,7 @@ def encode_beside(peers: Iterable[int], what: str) -> bytes:
 
 def _encode_wait(peers: Iterable[int], what: str) -> bytes:
     text = what.encode()[:_MAX_TEXT]
-    numbers = sorted(peers)[: (MAX_CONTROL_BYTES - len(text)) // 4 - 8]
+    numbers = sorted(peers)[: (MAX_TOLD_BYTES - len(text)) // 4 - 8]
     return struct.pack(f"<{1 + len(numbers)}I", len(numbers), *numbers) + text
 
 
@@ -214,7 +214,7 @@ def encode_leaving(num_completed: Mapping[int, int]) -> Iterator[bytes]:
     In place of a running number each says how many follow.
     """
     entries = [_LEFT.pack(stream, number) for stream, number in num_completed.items()]
-    per_message = (MAX_CONTROL_BYTES - _HEAD.size) // _LEFT.size
+    per_message = (MAX_TOLD_BYTES - _HEAD.size) // _LEFT.size
     starts = range(0, max(1, len(entries)), per_message)
     for num_left, start in zip(reversed(range(len(starts))), starts, strict=True):
         yield _HEAD.pack(ControlKind.LEAVING, 0, num_left) + b"".join(entries[start : start + per_message])

@@ -110,6 +110,8 @@ class Engine:
         self._clock = clock
         self._trace = trace if trace is not None else NullTrace()
         self._rank, self._world_size = fabric.rank, fabric.world_size
+        self._unconnected = fabric.unconnected
+        self._others = [rank for rank in range(fabric.world_size) if rank != fabric.rank]
         self._predecessor = (fabric.rank - 1) % fabric.world_size
         quota = EarlyQuota()
         self._agreement = Agreement(self._predecessor, quota)
@@ -181,14 +183,22 @@ class Engine:
             active = self._activate(call, work, num_skipped)
             if active is None or not self._announce(active):
                 return
-            if active.execution is not None:
+            if active.execution is None:
+                self._end(active)
+            elif active.peers.isdisjoint(self._unconnected):
                 active.execution.start()
             else:
-                self._end(active)
+                self._fabric.when_connected(active.peers, partial(self._start, active))
         except Exception as error:  # a bug of ours must not leave a caller waiting
             self.crash(error)
             if not work.done():
                 work.finish(FabricError(f"{call.what} could not begin: {error!r}"))
+
+    def _start(self, active: ActiveCall) -> None:
+        """Let a call's slices move, unless it has ended while its connections were opened."""
+        key = (active.call.stream, active.number & NUMBER_MASK)
+        if self._calls.get(key) is active and active.execution is not None:
+            active.execution.start()
 
     def leave(self, *, tell: bool = True) -> None:
         """Tell the others which calls are complete, then end those that are not."""
@@ -608,9 +618,7 @@ class Engine:
         return error
 
     def _tell_all(self, payload: bytes) -> None:
-        for peer in range(self._world_size):
-            if peer != self._rank and not self._fabric.is_lost(peer):
-                self._fabric.send_control(peer, payload)
+        self._fabric.tell(self._others, payload)
 
     def _host(self, rank: int) -> str:
         return self._topology.host_of(rank).name if self._topology is not None else ""

@@ -42,6 +42,8 @@ MESSAGE_BYTES_WITHIN_MACHINE = 1 << 20
 """What a copy between two processes needs to hide the cost of announcing it."""
 
 
+MOST_AT_HAND = 16
+"""So many ranks may all exchange with each other in a call of a few bytes."""
 MOST_DRAFTED = 2
 """Kinds of calls whose drafts are kept, for other sizes: a start asks for all-reduces and broadcasts in turn."""
 
@@ -83,8 +85,15 @@ class Plans:
 
     @cached_property
     def at_hand(self) -> Schedule:
-        """An all-reduce that is planned in a tenth of the time in which the fastest is chosen, and proved too."""
+        """An all-reduce that is planned in a tenth of the time in which the fastest is chosen, and proved too.
+
+        Of many ranks each exchanges with a few.
+        """
         check_plannable(self._topology)
+        if self._topology.num_ranks > MOST_AT_HAND:
+            from syncline.schedule.recursive_doubling import draft_recursive_doubling
+
+            return verify(draft_recursive_doubling(self._topology, Collective.ALL_REDUCE))
         return plan_tree(self._topology, Collective.ALL_REDUCE)
 
     def schedule(

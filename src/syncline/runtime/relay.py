@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
@@ -163,6 +163,7 @@ class GroupFabric:
         self._fabric = fabric
         self._relay = relay
         self._listener: FabricListener | None = None
+        self.unconnected: Set[int] = frozenset(range(self.world_size) if fabric.unconnected else ())
         self.progress = fabric.progress
         self.stalls = MemberStalls(fabric.stalls, self.members)
 
@@ -190,6 +191,18 @@ class GroupFabric:
     def send_control(self, peer: int, payload: bytes) -> None:
         """Send a control message to the group's listener at a member."""
         self._fabric.send_control(self.members[peer], enclose(self.streams.start, payload))
+
+    def tell(self, peers: Collection[int], payload: bytes) -> None:
+        """Send a control message to the group's listeners at some members."""
+        self._fabric.tell([self.members[peer] for peer in peers], enclose(self.streams.start, payload))
+
+    def pass_on(self, peer: int, payload: bytes) -> None:
+        """Send a control message to the group's listener at a member, on which nothing depends."""
+        self._fabric.pass_on(self.members[peer], enclose(self.streams.start, payload))
+
+    def when_connected(self, peers: Collection[int], then: Callable[[], None]) -> None:
+        """Call ``then`` once there are connections to some members."""
+        self._fabric.when_connected([self.members[peer] for peer in peers], then)
 
     def open_executor(self, reference: SliceExecutor, ranks: Sequence[int] | None = None) -> SliceExecutor:
         """Return who executes slices on the job's fabric."""

@@ -157,8 +157,7 @@ class Watching:
         return {"answers": answers, "absent": absent, "namespace": process_namespace()}
 
     def _tell_all(self, payload: bytes) -> None:
-        for peer in self._peers():
-            self._fabric.send_control(peer, payload)
+        self._fabric.tell([rank for rank in range(self._fabric.world_size) if rank != self._fabric.rank], payload)
 
     def _peers(self) -> list[int]:
         ranks = range(self._fabric.world_size)
@@ -192,7 +191,7 @@ class Watching:
             write_view(view, self._live)
         listener = 1 if rank == 0 else 0
         if listener in self._peers():
-            self._fabric.send_control(listener, control.encode_pace(report.encode()))
+            self._fabric.pass_on(listener, control.encode_pace(report.encode()))
         self._loop.clock.call_later(report_interval_s(self._fabric.world_size), self._tell_pace)
 
     def _say(self, line: str) -> None:
@@ -250,7 +249,7 @@ class Watching:
             if self._fabric.rank == 0:
                 self._take_answer(0, *control.decode_head(body)[2:])
             elif not self._fabric.is_lost(0):
-                self._fabric.send_control(0, body)
+                self._fabric.pass_on(0, body)
 
     def _take_answer(self, peer: int, query: int, body: bytes) -> None:
         index, num_parts, part = control.decode_answer(body)
