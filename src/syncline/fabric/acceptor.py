@@ -73,14 +73,16 @@ class Acceptor:
         """Greet by these terms from now on."""
         self._terms = terms
 
-    def greet(self, sock: socket.socket, address: str, *, has_called: bool = False) -> asyncio.Task[Admission]:
-        """Shake hands with whoever is at the other end of a connected socket, at ``address``, and begins.
+    @property
+    def handshakes(self) -> list[asyncio.Task[Admission]]:
+        """Those that are under way."""
+        return list(self._handshakes)
 
-        ``has_called``: this rank has connected it; if nothing comes of it, nobody is refused.
-        """
+    def greet(self, sock: socket.socket, address: str) -> asyncio.Task[Admission]:
+        """Shake hands with whoever is at the other end of a connected socket, at ``address``, and begins."""
         task = self._loop.create_task(self._greet(sock))
         self._handshakes[task] = self._loop.time()
-        task.add_done_callback(partial(self._finish, sock, "" if has_called else address))
+        task.add_done_callback(partial(self._finish, sock, address))
         return task
 
     def close(self) -> list[asyncio.Task[Admission]]:
@@ -136,7 +138,7 @@ class Acceptor:
             return
         if isinstance(error, CalledError) and self._on_call(error.message, sock):
             return
-        if isinstance(error, AskedError) or not address:
+        if isinstance(error, AskedError):
             sock.close()
             return
         self.num_refused += 1  # before the other side sees the end

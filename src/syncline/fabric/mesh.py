@@ -188,8 +188,6 @@ class _Mesh:
         """What may be opened at last; what is open are ``_options``."""
         self._failure: BaseException | None = None
         self._meeting: dict[int, asyncio.Task[None]] = {}
-        self._agreeing: set[int] = set()
-        """Peers with whom further classes are being opened."""
         self.reach = Reach(
             self._terms,
             options,
@@ -292,8 +290,7 @@ class _Mesh:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
             on_answer()
-            self.acceptor.greet(sock, self._members[peer.rank].address, has_called=True)
-            with contextlib.suppress(TimeoutError):
+            with sock, contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(2 * self._options.handshake_s):
                     await self._fabric.wait_for_peer(peer, lambda: peer.is_ready)
 
@@ -307,21 +304,6 @@ class _Mesh:
         else:
             self.meet(peer)
 
-    def on_opening(self, peer: Peer) -> None:
-        """Open further classes to a peer that was met while this rank opened them to all."""
-        is_late = peer.opening and peer.rank not in self._agreeing and peer.num_classes < self._terms.num_classes
-        if self._fabric.is_sparse and is_late and not self._opening.locked():
-            task = asyncio.create_task(self._open_late(peer))
-            peer.tasks.add(task)
-            task.add_done_callback(peer.tasks.discard)
-
-    async def _open_late(self, peer: Peer) -> None:
-        classes = range(peer.num_classes, self._terms.num_classes)
-        try:
-            await self._open_to_all([peer], classes, self._options.connect_s)
-        except (ConfigurationError, HandshakeError) as error:
-            self._fabric.on_broken(peer, f"is lost: {error}", must_tell=True)
-
     # --- further classes ---
 
     async def open_classes(self, priorities: Priorities, *, timeout_s: float, only_check: bool) -> None:
@@ -332,9 +314,8 @@ class _Mesh:
             self._expect(priorities)
             if only_check or priorities == Priorities.off():
                 return
-            with contextlib.suppress(TimeoutError):  # who is late will be missed below
-                async with asyncio.timeout(timeout_s):
-                    await self._fabric.wait_until(lambda: not any(peer.is_half_open for peer in self._peers()))
+            if self._fabric.is_sparse:
+                await self._settle(timeout_s)
             first, is_open = self._options.num_classes, self._options == self._expected
             self._options = self._expected
             self._size_for(self._options)
@@ -350,6 +331,14 @@ class _Mesh:
             except BaseException as error:
                 self._failure = error  # some peers may have what others have not: the ranks no longer agree
                 raise
+
+    async def _settle(self, timeout_s: float) -> None:
+        """Wait until whoever is being met has its connections, as both must see this alike when classes are added."""
+        if self.acceptor.handshakes:
+            await asyncio.wait(self.acceptor.handshakes, timeout=self._options.handshake_s)
+        with contextlib.suppress(TimeoutError):  # who is late then will be missed by name
+            async with asyncio.timeout(timeout_s):
+                await self._fabric.wait_until(lambda: not any(peer.is_half_open for peer in self._peers()))
 
     def _expect(self, priorities: Priorities) -> None:
         """Check that these classes can be opened, with what is open and what else is expected."""
@@ -384,15 +373,11 @@ class _Mesh:
         for peer in peers:
             peer.send_frame(FrameType.OPEN, payload=opening.encode())
         silent = {peer.rank for peer in peers}
-        self._agreeing |= silent
-        try:
-            await self._run(
-                *(self._open_to(peer, opening, classes, silent) for peer in peers),
-                timeout_s=timeout_s,
-                describe=lambda: self._describe_unopened(peers, silent, timeout_s),
-            )
-        finally:
-            self._agreeing -= {peer.rank for peer in peers}
+        await self._run(
+            *(self._open_to(peer, opening, classes, silent) for peer in peers),
+            timeout_s=timeout_s,
+            describe=lambda: self._describe_unopened(peers, silent, timeout_s),
+        )
 
     async def _open_to(self, peer: Peer, opening: str, classes: range, silent: set[int]) -> None:
         """Agree with one peer, open the connections to it, and wait until it has them too."""

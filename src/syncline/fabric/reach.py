@@ -1,9 +1,8 @@
 """Connections to ranks that nobody can dial, as those behind a router that hands no port on to them.
 
 Such a rank says so (:data:`NOWHERE` is where others reach it), and connects itself. Of two ranks it is the higher that
-opens a connection's handshake. Where the lower cannot be dialled, or needs a connection of which the higher does not
-know yet, it *calls*: it connects to the higher and says for which connection, and the higher begins the handshake on
-that socket as if it had dialled. Where neither can be dialled,
+opens a connection's handshake. Where the lower cannot be dialled, it *calls*: it connects to the higher and says for
+which connection, and the higher begins the handshake on that socket as if it had dialled. Where neither can be dialled,
 both call at a third rank that can, the lowest that lives, which joins their sockets and passes on what comes, without
 knowing what it means: handshake, frames and codes are those of the two. Ranks of one host dial each other.
 
@@ -113,8 +112,6 @@ class Reach:
 
     async def open(self, peer: int, connection_class: int, connect_s: float | None) -> socket.socket:
         """Return a socket on which this rank, the higher, begins a handshake with ``peer``; OSError if it has none."""
-        if not (called := self._called[peer, connection_class]).empty():
-            return called.get_nowait()
         if self.is_dialled(peer):
             return await self._connect(peer, connect_s)
         if self._own.is_reachable:

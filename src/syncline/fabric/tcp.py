@@ -62,9 +62,6 @@ class Mesh(Protocol):
     def meet(self, peer: Peer) -> None:
         """Open the connections to a peer, unless that is under way."""
 
-    def on_opening(self, peer: Peer) -> None:
-        """Look what the peer says of its connection classes."""
-
     async def open_classes(self, priorities: Priorities, *, timeout_s: float, only_check: bool) -> None:
         """Open further connections to every peer."""
 
@@ -352,10 +349,9 @@ class TcpFabric:
             peer.transport.end()
         self._go_on_without(peer.rank)
 
-    def on_opening(self, peer: Peer) -> None:
+    def on_opening(self, peer: Peer) -> None:  # noqa: ARG002 - whoever waits looks for themselves
         """Let who opens connections look again."""
         self._changed.set()
-        self._mesh.on_opening(peer)
 
     def on_broken(self, peer: Peer, reason: str, *, must_tell: bool) -> None:
         """Report the peer as lost, and tell the others."""
