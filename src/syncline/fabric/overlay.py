@@ -43,9 +43,6 @@ class OverlayFabric(Protocol):
     def lose(self, peer: Peer, error: PeerLostError) -> None:
         """Report a peer as lost."""
 
-    def on_news(self, peer: Peer, tag: int, reason: str) -> None:
-        """Hear from a rank that one is lost."""
-
     def on_farewell(self, peer: Peer) -> None:
         """Hear that a rank leaves."""
 
@@ -158,7 +155,7 @@ class Overlay:
 
     def _heed(self, origin: Peer, kind: GossipKind, number: int, rest: bytes) -> None:
         if kind is GossipKind.LOST:
-            self._fabric.on_news(origin, number, escape_text(rest))
+            origin.on_news(number, escape_text(rest))
         elif kind is GossipKind.LEFT:
             if not origin.is_ready:  # else it says so itself, after all else
                 self._fabric.on_farewell(origin)

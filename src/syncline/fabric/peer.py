@@ -258,7 +258,7 @@ class Peer:
             FrameType.ACCEPT: lambda _tag, _payload: self._on_accept(),
             FrameType.OPEN: lambda _, payload: self._on_open(payload),
             FrameType.OPENED: lambda tag, _: self._on_opened(tag),
-            FrameType.LOST: lambda tag, payload: self._on_news(tag, escape_text(payload)),
+            FrameType.LOST: lambda tag, payload: self.on_news(tag, escape_text(payload)),
             FrameType.GOSSIP: lambda tag, payload: self._overlay().on_gossip(self, tag, payload),
             FrameType.ROUTED: lambda tag, payload: self._overlay().on_routed(tag, payload),
             FrameType.JOINED: lambda _tag, _payload: self._overlay().on_joined(self),
@@ -285,7 +285,8 @@ class Peer:
         self.transport.let_read_us()
         self._events.on_memory_shared(self)
 
-    def _on_news(self, tag: int, reason: str) -> None:
+    def on_news(self, tag: int, reason: str) -> None:
+        """Hear from the peer that a rank is lost, or why it ends itself."""
         if tag == self.rank:
             self._last_words = reason
         self._events.on_news(self, tag, reason)
