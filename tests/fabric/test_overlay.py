@@ -2,12 +2,14 @@
 
 import asyncio
 import random
+from functools import partial
 
 import pytest
 from fabric_scenarios import connect_all, gather, run_over_tcp
 
 from syncline.errors import PeerLostError
 from syncline.fabric import FabricOptions, PeerLeftError, gossip
+from syncline.fabric.frames import FrameType
 from syncline.priorities.settings import Priorities
 
 SPARSE = {"most_connected": 1}
@@ -176,6 +178,34 @@ def test_all_hear_who_leaves_and_nobody_takes_it_for_lost(in_a_ring):
     run_over_tcp(6, scenario, **SPARSE)
 
 
+def note_frame(fabric, send_frame, behind_the_end, kind, **fields):
+    if fabric._overlay._has_left:
+        behind_the_end.add(kind)
+    send_frame(kind, **fields)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_that_leave_one_after_another_take_nobody_for_lost(seed):
+    async def scenario(fabrics, recorders, mail):
+        generator = random.Random(seed)
+        leaving, behind_the_end = [], set()
+        for rank in generator.sample(range(24), 23):
+            fabrics[rank].tell([other for other in range(24) if other != rank], bytes(3000))
+            for peer in fabrics[rank].living():
+                peer.send_frame = partial(note_frame, fabrics[rank], peer.send_frame, behind_the_end)
+            leaving.append(asyncio.ensure_future(fabrics[rank].close()))
+            for _ in range(generator.randrange(4)):
+                await asyncio.sleep(0)
+        await gather(*leaving)
+        (last,) = (recorder for fabric, recorder in zip(fabrics, recorders, strict=True) if not fabric._is_closed)
+        for recorder in recorders:
+            assert {type(error) for error in recorder.lost.values()} <= {PeerLeftError}
+        assert len(last.lost) >= len(gossip.distances(24)), "those to whom it was connected"
+        assert behind_the_end <= {FrameType.FAREWELL}, "who has read the END may close, and resets what comes then"
+
+    run_over_tcp(24, scenario, **SPARSE)
+
+
 @pytest.mark.parametrize("victim", [0, 3, 7])
 def test_a_rank_that_is_lost_to_those_above_it_alone_is_lost_for_all(in_a_ring, victim):
     async def scenario(fabrics, recorders, mail):
@@ -212,6 +242,25 @@ def test_ranks_take_others_as_neighbours_in_place_of_the_lost(in_a_ring):
         assert all(recorders[rank].lost.keys() == {1, 2, 3, 6} for rank in (0, 4, 5, 7))
 
     run_over_tcp(8, scenario, heartbeat_s=0.05, suspect_s=2.0, dead_s=10.0, **SPARSE)
+
+
+def test_a_rank_that_leaves_is_replaced_when_others_stay(in_a_ring):
+    async def scenario(fabrics, recorders, mail):
+        await fabrics[1].close()
+        await recorders[0].wait_until(lambda: 1 in recorders[0].lost)
+        now_s = asyncio.get_running_loop().time()
+        for later_s in (0.0, 900.0):
+            fabrics[0]._overlay.mend(now_s + later_s)
+            assert not fabrics[0].peer(2).is_neighbour, "the others may be about to leave too"
+        fabrics[0]._overlay.mend(now_s + 1000.0)
+        await fabrics[0].wait_until(lambda: connected(fabrics[0]) == [2, 5])
+        fabrics[0].send_control(2, b"behind that")
+        await recorders[2].wait_until(lambda: recorders[2].controls)
+        assert fabrics[2].peer(0).is_neighbour
+        assert type(recorders[0].lost[1]) is PeerLeftError
+        assert list(recorders[0].lost) == [1]
+
+    run_over_tcp(6, scenario, heartbeat_s=500.0, suspect_s=600.0, dead_s=1000.0, **SPARSE)
 
 
 def test_a_call_for_a_rank_that_has_ended_says_so(in_a_ring):

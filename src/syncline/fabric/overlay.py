@@ -51,14 +51,17 @@ class OverlayFabric(Protocol):
 
 
 class Overlay:
-    """The overlay as one rank sees it; ``peers`` are all others."""
+    """The overlay as one rank sees it; ``peers`` are all others, and ``patience_s`` how long it may have a hole."""
 
-    def __init__(self, rank: int, peers: Mapping[int, Peer], fabric: OverlayFabric) -> None:
+    def __init__(self, rank: int, peers: Mapping[int, Peer], fabric: OverlayFabric, *, patience_s: float) -> None:
         self._rank, self._world_size = rank, len(peers) + 1
+        self._patience_s = patience_s
         self._peers = peers
         self._fabric = fabric
         self._gossip = Gossip(rank)
-        self._must_mend = self._is_cut_off = False
+        self._num_lost = 0
+        self._is_torn = self._is_cut_off = self._has_left = False
+        self._torn_s: float | None = None
         self.neighbours = neighbours(rank, self._world_size)
         """To whom this rank is connected from the start."""
         for peer in peers.values():
@@ -82,8 +85,9 @@ class Overlay:
         self._spread(encode_loss(rank, cut_reason(reason)))
 
     def spread_leaving(self) -> None:
-        """Tell all that this rank leaves."""
+        """Tell all that this rank leaves, and nothing more: peers that read its END may close at once."""
         self._spread(encode_leaving(self._rank))
+        self._has_left = True
 
     def pass_on(self, target: int, payload: bytes) -> None:
         """Send a control message through others, which get it lost if one of them is."""
@@ -96,7 +100,8 @@ class Overlay:
 
     def on_gone(self, peer: Peer, *, has_left: bool) -> None:
         """Look for others in place of a peer that is gone; without any neighbour, nobody else is in reach."""
-        self._must_mend = True
+        self._is_torn |= peer.is_neighbour
+        self._num_lost += peer.is_neighbour and not has_left
         if has_left or self._is_cut_off or any(other.is_neighbour for other in self._fabric.living()):
             return
         self._is_cut_off = True
@@ -105,11 +110,18 @@ class Overlay:
                 text = f"{other.name} is out of reach: {peer.name} was the last from whom this rank heard of others"
                 self._fabric.lose(other, PeerLostError(text, rank=other.rank, host=other.host))
 
-    def mend(self) -> None:
-        """Take others as neighbours in place of those that are gone."""
-        if not self._must_mend:
+    def mend(self, now_s: float) -> None:
+        """Take others as neighbours in place of those that are gone, at once if half of them are lost.
+
+        One that is gone is often the first of all: then there is nothing to mend a little later.
+        """
+        if not self._is_torn:
             return
-        self._must_mend = False
+        if self._torn_s is None:
+            self._torn_s = now_s
+        if now_s - self._torn_s < self._patience_s and 2 * self._num_lost < len(self.neighbours):
+            return
+        self._is_torn, self._torn_s = False, None
         for rank in successors(self._rank, self._world_size, self._fabric.is_lost):
             peer = self._peers[rank]
             if not peer.is_neighbour:
@@ -126,7 +138,7 @@ class Overlay:
         origin = self._peers.get(telling.origin)  # none of what this rank has told
         if origin is None or origin.is_gone or not self._gossip.hears(telling):
             return
-        for other in self._fabric.living():
+        for other in self._links():
             if other.is_neighbour and other not in (peer, origin):
                 other.send_frame(FrameType.GOSSIP, tag=tag, payload=body)
         try:
@@ -162,15 +174,18 @@ class Overlay:
         elif (message := read_message(number, rest, self._rank)) is not None:
             self._fabric.on_control_message(origin, message)
 
+    def _links(self) -> Iterable[Peer]:
+        return () if self._has_left else self._fabric.living()
+
     def _spread(self, body: bytes) -> None:
         """Tell everybody to whom this rank is connected, who pass it on."""
         telling = self._gossip.tell(body)
-        for peer in self._fabric.living():
+        for peer in self._links():
             peer.send_frame(FrameType.GOSSIP, tag=telling.tag, payload=telling.body)
 
     def _route(self, tag: int, payload: bytes) -> None:
         target = tag & 0xFFFFFFFF
-        links = (peer.rank for peer in self._fabric.living() if peer.is_neighbour or peer.rank == target)
+        links = (peer.rank for peer in self._links() if peer.is_neighbour or peer.rank == target)
         hop = next_hop(target, self._rank, self._world_size, links)
         if hop is not None:
             self._peers[hop].send_frame(FrameType.ROUTED, tag=tag, payload=payload)

@@ -455,7 +455,7 @@ class TcpFabric:
                 self._note("peer is silent", peer=peer.rank, silence_s=verdict.silence_s)
         self.stalls.tick(tick.counted_s, {peer.rank: peer.transport.progress for peer in self.living()})
         if self._overlay is not None and not self._is_closing:
-            self._overlay.mend()
+            self._overlay.mend(self._loop.time())
 
     def lose(self, peer: Peer, error: PeerLostError, *, news: Iterable[tuple[int, str]] = ()) -> None:
         """Report a peer as lost; others hear the ``news`` (each a tag and a reason) before whatever follows from it."""
@@ -487,7 +487,7 @@ class TcpFabric:
     def _open_overlay(self) -> Overlay:
         from syncline.fabric.overlay import Overlay  # few ranks need none
 
-        return Overlay(self._rank, self._peers, self)
+        return Overlay(self._rank, self._peers, self, patience_s=self._options.dead_s)
 
     def _go_on_without(self, rank: int) -> None:
         """Do what waits for no connection any more but that to ``rank``, which is there, or will never be."""
