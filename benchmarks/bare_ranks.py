@@ -81,9 +81,9 @@ class PipeStore:
             return answer
 
 
-def be_rank(rank: int, num_ranks: int, store: Connection, pipe: Connection) -> None:
+def be_rank(rank: int, num_ranks: int, dead_s: float, store: Connection, pipe: Connection) -> None:
     """Start, sum, tell the parent, and sum again each time that it says so; die if it says so."""
-    options = FabricOptions(address="127.0.0.1", connect_s=CONNECT_S)
+    options = FabricOptions(address="127.0.0.1", connect_s=CONNECT_S, dead_s=dead_s)
     settings: dict[str, Any] = {"store": PipeStore(store), "options": options, "topology": Topology.flat(num_ranks)}
     numbers: Any = np.ones(NUM_ELEMENTS, np.float32)
     buffer, kind = memoryview(numbers).cast("B"), numpy_reduction("float32")
@@ -113,12 +113,12 @@ def _num_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def measure(num_ranks: int) -> str:
+def measure(num_ranks: int, dead_s: float) -> str:
     """Return a row of the table."""
     table, context = Table(), get_context("fork")
     stores, pipes = ([context.Pipe() for _ in range(num_ranks)] for _ in range(2))
     ranks = [
-        context.Process(target=be_rank, args=(rank, num_ranks, stores[rank][1], pipes[rank][1]))
+        context.Process(target=be_rank, args=(rank, num_ranks, dead_s, stores[rank][1], pipes[rank][1]))
         for rank in range(num_ranks)
     ]
     for rank in ranks:
@@ -162,11 +162,12 @@ def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ranks", type=int, nargs="+")
+    parser.add_argument("--silence", type=float, default=10.0, help="seconds after which a silent rank is lost")
     options = parser.parse_args()
     columns = ("ranks", "start", "processor", "descriptors", "MiB", "again", "half know", "all know", "name it")
     print(f"| {' | '.join(columns)} |\n" + "|---" * len(columns) + "|")
     for num_ranks in options.ranks:
-        print(measure(num_ranks), flush=True)
+        print(measure(num_ranks, options.silence), flush=True)
 
 
 if __name__ == "__main__":
