@@ -15,7 +15,6 @@ from syncline.fabric.shared_host import MemoryOffers, Offer, has_ended
 from syncline.fabric.sockets import is_same_machine
 
 if TYPE_CHECKING:
-    from syncline.fabric.overlay import Overlay
     from syncline.fabric.peer_transport import TransportSet
 
 DIED = "its process died or was killed"
@@ -47,6 +46,19 @@ class PeerEvents(Protocol):
 
     def on_memory_shared(self, peer: Peer) -> None:
         """Note that the peer reads this process's memory: both are on one machine."""
+
+
+class OverlayEvents(Protocol):
+    """What a peer tells the overlay by which ranks hear of each other that are not connected."""
+
+    def on_gossip(self, peer: Peer, tag: int, body: bytes) -> None:
+        """Take what a rank tells many, from the peer that passes it on."""
+
+    def on_routed(self, tag: int, payload: bytes) -> None:
+        """Take a control message that may be for another rank, and is passed on then."""
+
+    def on_joined(self, peer: Peer) -> None:
+        """Note that the peer passes gossip on to this rank."""
 
 
 class Peer:
@@ -90,8 +102,8 @@ class Peer:
         self.send_frame = self.transport.send_frame
         self.flush_control = self.transport.flush_control
         self._handlers = self._make_handlers()
-        self.overlay: Overlay | None = None
-        """By which ranks hear of each other that are not connected, if some are not."""
+        self.overlay: OverlayEvents | None = None
+        """The overlay, if not all ranks are connected."""
         self.is_neighbour = True
         """Whether gossip is passed on to it."""
         self.looks_local = False
@@ -264,7 +276,7 @@ class Peer:
             FrameType.JOINED: lambda _tag, _payload: self._overlay().on_joined(self),
         }
 
-    def _overlay(self) -> Overlay:
+    def _overlay(self) -> OverlayEvents:
         if self.overlay is None:
             raise FrameError("it passes something on, and all ranks are connected")
         return self.overlay
