@@ -263,12 +263,31 @@ def test_a_rank_that_leaves_is_replaced_when_others_stay(in_a_ring):
     run_over_tcp(6, scenario, heartbeat_s=500.0, suspect_s=600.0, dead_s=1000.0, **SPARSE)
 
 
-def test_a_call_for_a_rank_that_has_ended_says_so(in_a_ring):
+@pytest.mark.parametrize(("sender", "victim"), [(0, 3), (3, 0)])
+def test_who_sends_to_a_rank_that_has_ended_finds_that_out(in_a_ring, sender, victim):
     async def scenario(fabrics, recorders, mail):
+        for watcher in ((victim - 1) % 6, (victim + 1) % 6):
+            fabrics[watcher].living = list  # nobody tells of it
+        vanish(fabrics[victim])
+        fabrics[sender].send_control(victim, b"hello")
+        await recorders[sender].wait_until(lambda: victim in recorders[sender].lost)
+        assert "its process has ended" in str(recorders[sender].lost[victim])
+
+    run_over_tcp(6, scenario, **SPARSE)
+
+
+def test_who_dies_while_it_is_being_met_holds_nobody_up(in_a_ring):
+    async def scenario(fabrics, recorders, mail):
+        peer = fabrics[0].peer(3)
+        attach, held = peer.attach, []
+        peer.attach = lambda *connection: held.append(connection) if connection[0] >= 0 else attach(*connection)
+        fabrics[3].send_control(0, b"hello")
+        await fabrics[3].wait_until(lambda: 0 in connected(fabrics[3]))
+        assert peer.is_half_open
         vanish(fabrics[3])
-        fabrics[0].send_control(3, b"hello")
         await recorders[0].wait_until(lambda: 3 in recorders[0].lost)
-        assert "process has ended" in str(recorders[0].lost[3]) or "is lost" in str(recorders[0].lost[3])
+        assert not peer.is_half_open
+        held[0][1].close()
 
     run_over_tcp(6, scenario, **SPARSE)
 

@@ -225,9 +225,14 @@ async def dial(
         except (OSError, EOFError) as error:
             waited_s = asyncio.get_running_loop().time() - began_s
             if isinstance(error, ConnectionRefusedError) and (has_listened or waited_s >= options.handshake_s):
+                seen = (
+                    "nobody listens there any more"
+                    if has_listened
+                    else f"nobody has listened there for {waited_s:.0f} s"
+                )
                 raise HandshakeError(
-                    f"rank {terms.rank} cannot connect to {peer_name} at {format_endpoint(*address)}: nobody has "
-                    f"listened there for {waited_s:.0f} s; its process has ended, or a firewall rejects connections"
+                    f"rank {terms.rank} cannot connect to {peer_name} at {format_endpoint(*address)}: {seen}; its "
+                    "process has ended, or a firewall rejects connections"
                 ) from error
             # Not there yet, too busy, or the network dropped it; TimeoutError is an OSError.
             if resumption is None and dialer.connection_id:  # its last message was made, and may have arrived

@@ -131,7 +131,7 @@ class Peer:
     @property
     def is_half_open(self) -> bool:
         """Whether some of the connections that a fabric begins with are there, and some are not."""
-        return not self.is_ready and bool(self._sockets)
+        return not (self.is_ready or self.is_gone) and bool(self._sockets)
 
     def wait(self, act: Callable[[], None]) -> None:
         """Do this when the peer is connected, after what was to be done before; nothing if it is lost."""
