@@ -250,9 +250,9 @@ def test_a_rank_that_leaves_is_replaced_when_others_stay(in_a_ring):
         await recorders[0].wait_until(lambda: 1 in recorders[0].lost)
         now_s = asyncio.get_running_loop().time()
         for later_s in (0.0, 900.0):
-            fabrics[0]._overlay.mend(now_s + later_s)
+            fabrics[0]._overlay.look(now_s + later_s)
             assert not fabrics[0].peer(2).is_neighbour, "the others may be about to leave too"
-        fabrics[0]._overlay.mend(now_s + 1000.0)
+        fabrics[0]._overlay.look(now_s + 1000.0)
         await fabrics[0].wait_until(lambda: connected(fabrics[0]) == [2, 5])
         fabrics[0].send_control(2, b"behind that")
         await recorders[2].wait_until(lambda: recorders[2].controls)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from schedule_oracle import random_topology, replay
@@ -49,18 +50,20 @@ SHAPES = tuple(shape for shape in range(30) if random_topology(shape, max_ranks=
 
 
 @lru_cache(maxsize=128)
-def _plan(shape: int, planner: str, collective: Collective) -> Schedule:
-    topology = random_topology(shape, max_ranks=5)
+def _plan(shape: int, max_ranks: int, planner: str, collective: Collective) -> Schedule:
+    topology = random_topology(shape, max_ranks=max_ranks)
     return PLANNERS[planner].plan(topology, collective, root=shape % topology.num_ranks)
 
 
 class JobScenario:
     """One seed of it."""
 
-    def __init__(self, seed: int, fault: str | None = None, time_seed: str = "") -> None:
+    def __init__(
+        self, seed: int, fault: str | None = None, time_seed: str = "", *, max_ranks: int = 5, **options: Any
+    ) -> None:
         choose = self.choose = random.Random(f"job {seed}")
-        self.shape = choose.choice(SHAPES)
-        self.topology = random_topology(self.shape, max_ranks=5)
+        self.shape, self.max_ranks = choose.choice(SHAPES), max_ranks
+        self.topology = random_topology(self.shape, max_ranks=max_ranks)
         self.fault = fault or choose.choice(FAULTS)
         self.time = VirtualTime(f"{seed}{time_seed}")
         self.network = VirtualNetwork(self.time, delay_s=choose.choice((0.0001, 0.002, 0.05)))
@@ -75,6 +78,7 @@ class JobScenario:
             credit_bytes=choose.choice((6000, 40_000)),
             chunk_bytes=4096,
             grant_window_bytes=choose.choice((None, 5000)),
+            **options,
         )
         self.calls = [self._call(number) for number in range(choose.randint(1, 5))]
         self.is_overlapped = choose.random() < 0.5
@@ -93,7 +97,7 @@ class JobScenario:
         is_reduced = self.fault == "other call" or self.choose.random() < 0.6
         planner = self.choose.choice(("tree", "ring") if is_reduced else sorted(PLANNERS))
         of_planner = [Collective.ALL_REDUCE] if is_reduced else sorted(PLANNERS[planner].collectives)
-        schedule = _plan(self.shape, planner, self.choose.choice(of_planner))
+        schedule = _plan(self.shape, self.max_ranks, planner, self.choose.choice(of_planner))
         source = np.random.default_rng(self.choose.getrandbits(32))
         return PlannedCall(
             number=number,
@@ -191,7 +195,7 @@ class JobScenario:
 
     def _strike(self) -> None:
         choose, ranks = self.choose, self.job.ranks
-        is_connected = all(rank.fabric is not None for rank in ranks)
+        is_connected = all(rank.fabric is not None and not rank.fabric._mesh._meeting for rank in ranks)
         if self.fault == "held" and not is_connected:  # nobody beats before
             self.time.after(0.1, self._strike)
             return
@@ -277,12 +281,12 @@ class JobScenario:
                 raise SimulationError(f"rank {rank.rank} has slices under way: {rank.engine!r}")
             if rank.fabric._mesh.acceptor._handshakes:
                 raise SimulationError(f"rank {rank.rank} still waits for a stranger")
-            self._check_grants(rank.rank, transports)
+            self._check_grants(rank.rank, transports, rank.fabric.unconnected)
 
-    def _check_grants(self, rank: int, transports: TransportSet) -> None:
+    def _check_grants(self, rank: int, transports: TransportSet, unconnected: Set[int]) -> None:
         if transports._scheduler.underway_bytes:
             raise SimulationError(f"rank {rank} waits for {transports._scheduler.underway_bytes} bytes")
-        for peer in transports._transports:
+        for peer in transports._transports.keys() - unconnected:
             other = self.job.ranks[peer].fabric
             if other is not None:
                 self._check_credit(rank, peer, transports, other._transport_set)

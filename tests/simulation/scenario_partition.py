@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from virtual_job import VirtualJob, VirtualRank, virtual_sockets
 from virtual_network import VirtualNetwork
@@ -29,13 +30,22 @@ SETTLED_S = STOP_S + 13.0
 class PartitionScenario:
     """One seed of it; ``pairs``, each cut 2 s later than the one before, instead of what the seed would choose."""
 
-    def __init__(self, seed: int, *, num_ranks: int | None = None, pairs: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        num_ranks: int | None = None,
+        pairs: Sequence[tuple[int, int]] = (),
+        settled_s: float = SETTLED_S,
+        **options: Any,
+    ) -> None:
         choose = self.choose = random.Random(f"partition {seed}")
         self.topology = Topology.flat(num_ranks or choose.randint(2, 6))
         self.pairs = pairs
         self.time = VirtualTime(f"partition time {seed}")
         self.network = VirtualNetwork(self.time, delay_s=choose.choice((0.001, 0.02)))
-        self.job = VirtualJob(self.time, self.network, self.topology)
+        self.job = VirtualJob(self.time, self.network, self.topology, **options)
+        self.settled_s = settled_s
 
     def run(self) -> VirtualTime:
         """Play it and judge it; return its time."""
@@ -47,7 +57,7 @@ class PartitionScenario:
                     self.time.at(CONNECTED_S + 2 * place, self._cut, *(self.job.ranks[rank] for rank in pair))
                 for _ in range(0 if self.pairs else self.choose.randint(1, 3)):
                     self.time.at(CONNECTED_S + self.choose.uniform(0, STRIKES_S), self._strike)
-                self.time.run(lambda: False, limit_s=CONNECTED_S + STRIKES_S + SETTLED_S)
+                self.time.run(lambda: False, limit_s=CONNECTED_S + STRIKES_S + self.settled_s)
                 self._check()
                 return self.time
             finally:

@@ -14,7 +14,7 @@ from scenario_overlapped import PRIME, OverlappedScenario
 from scenario_partition import PartitionScenario
 from virtual_time import Host, SimulationError, VirtualTime
 
-from syncline.fabric import acceptor, mesh
+from syncline.fabric import acceptor, gossip, mesh
 from syncline.fabric.acceptor import Acceptor
 from syncline.fabric.peer_transport import TransportSet
 from syncline.runtime.engine import Engine
@@ -34,6 +34,39 @@ def test_seeds(first: int) -> None:
 def test_each_fault_of_a_job(fault: str) -> None:
     for seed in range(4):
         JobScenario(10_000 + seed, fault).run()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_where_each_rank_has_two_neighbours(fault: str, in_a_ring: None) -> None:
+    scenarios = [JobScenario(seed, fault, max_ranks=9, most_connected=1) for seed in range(6)]
+    for scenario in scenarios:
+        scenario.run()
+    assert sum(scenario.topology.num_ranks > 4 for scenario in scenarios) > 1
+
+
+@pytest.mark.parametrize("seed", [81, 127, 181])
+def test_what_two_neighbours_once_took_for_something_else(seed: int, in_a_ring: None) -> None:
+    """A bit that changed in the handshake of ranks that meet; and ranks that were given up, and did not hear of it."""
+    JobScenario(seed, "storm", max_ranks=9, most_connected=1).run()
+    PartitionScenario(seed, num_ranks=5 + seed % 4, settled_s=60.0, most_connected=1).run()
+
+
+@pytest.mark.parametrize("first", range(0, 60, 15))
+def test_sides_of_a_cut_where_ranks_are_not_all_connected(first: int) -> None:
+    for seed in range(first, first + 5):
+        PartitionScenario(seed, num_ranks=9 + seed % 9, settled_s=60.0, most_connected=1).run()
+
+
+@pytest.mark.parametrize("first", range(0, 100, 20))
+def test_sides_of_a_cut_where_each_rank_has_two_neighbours(first: int, in_a_ring: None) -> None:
+    for seed in range(first, first + 20):
+        PartitionScenario(seed, num_ranks=5 + seed % 4, settled_s=60.0, most_connected=1).run()
+
+
+@pytest.fixture
+def in_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connect each rank to the one before and the one after it alone, from the start."""
+    monkeypatch.setattr(gossip, "distances", lambda world_size: [*{1, world_size - 1}])
 
 
 @pytest.mark.parametrize("seed", [0, 9, 17, 101])

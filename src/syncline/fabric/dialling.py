@@ -197,7 +197,7 @@ async def dial(
     the ``address``.
 
     It listens before it meets the others: if nobody listens there for as long as a handshake may take, or any more
-    where it ``has_listened``, it is gone.
+    where it ``has_listened``, it is gone. One that has is refused by once in vain: a bit may have been changed.
     A peer that is only busy, as one of many that start on a few cores, answers in its turn: a try has twice the time of
     a handshake, and each one twice as long as the one before. After a try that may have been let in, for all that is
     known here, the next one asks to go on with it; where the peer does not know it, or knows it only then, the one
@@ -205,7 +205,7 @@ async def dial(
     """
     pause_s, try_s, began_s = FIRST_PAUSE_S, options.handshake_s, asyncio.get_running_loop().time()
     unsure: Dialer | None = None
-    goes_on = False
+    goes_on, can_err = False, has_listened
     for number in count(1):
         resumption = Resumption(number, unsure.connection_id, 0) if unsure is not None and goes_on else None
         dialer = Dialer(terms, peer=peer, connection_class=connection_class, resumption=resumption)
@@ -216,12 +216,17 @@ async def dial(
             first = unsure if unsure is not None and goes_on else dialer
             return Dialled(sock, first.frame_keys, first.connection_id, resumption.number if resumption else 0)
         except RefusedError as refused:
-            if unsure is None or refused.refusal is not (Refusal.GONE if goes_on else Refusal.DUPLICATE):
+            if unsure is not None and refused.refusal is (Refusal.GONE if goes_on else Refusal.DUPLICATE):
+                goes_on = not goes_on
+            elif can_err and refused.refusal is not Refusal.CLASSES:
+                can_err = False
+                if resumption is None and dialer.connection_id:
+                    unsure, goes_on = dialer, True
+            else:
                 raise HandshakeError(
                     f"rank {terms.rank} and {peer_name} at {format_endpoint(*address)} cannot connect: "
                     f"{REASONS[refused.refusal]}"
                 ) from refused
-            goes_on = not goes_on
         except (OSError, EOFError) as error:
             waited_s = asyncio.get_running_loop().time() - began_s
             if isinstance(error, ConnectionRefusedError) and (has_listened or waited_s >= options.handshake_s):

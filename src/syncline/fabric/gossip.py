@@ -34,6 +34,10 @@ class GossipKind(IntEnum):
     """The rank that the teller has found lost, and why."""
     LEFT = 2
     """The teller, which leaves."""
+    LINKED = 3
+    """A rank that is the teller's neighbour from now on."""
+    UNREACHED = 4
+    """Ranks to which no way leads any more, as far as the teller knows; the number of bytes of their set, the set."""
 
 
 class Telling(NamedTuple):
@@ -143,11 +147,9 @@ class Gossip:
 
 def encode_message(targets: Collection[int], world_size: int, payload: bytes) -> bytes:
     """Return a telling of a message for some ranks, or for all others."""
-    chosen = b""
-    if len(targets) < world_size - 1:
-        bits = sum(1 << target for target in targets)
-        chosen = bits.to_bytes((world_size + 7) // 8, "little")
-    return _HEAD.pack(GossipKind.MESSAGE, len(chosen)) + chosen + payload
+    if len(targets) == world_size - 1:
+        return _HEAD.pack(GossipKind.MESSAGE, 0) + payload
+    return _with_set(GossipKind.MESSAGE, targets, world_size, payload)
 
 
 def encode_loss(rank: int, reason: bytes) -> bytes:
@@ -158,6 +160,21 @@ def encode_loss(rank: int, reason: bytes) -> bytes:
 def encode_leaving(rank: int) -> bytes:
     """Return a telling that ``rank``, the teller, leaves."""
     return _HEAD.pack(GossipKind.LEFT, rank)
+
+
+def encode_link(rank: int) -> bytes:
+    """Return a telling that ``rank`` is a neighbour of the teller from now on."""
+    return _HEAD.pack(GossipKind.LINKED, rank)
+
+
+def encode_unreached(ranks: Collection[int], world_size: int) -> bytes:
+    """Return a telling that the teller gives up ``ranks``, which it does not reach."""
+    return _with_set(GossipKind.UNREACHED, ranks, world_size)
+
+
+def _with_set(kind: GossipKind, ranks: Collection[int], world_size: int, payload: bytes = b"") -> bytes:
+    num_bytes = (world_size + 7) // 8
+    return _HEAD.pack(kind, num_bytes) + sum(1 << rank for rank in ranks).to_bytes(num_bytes, "little") + payload
 
 
 def decode(body: bytes) -> tuple[GossipKind, int, bytes]:

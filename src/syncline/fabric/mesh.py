@@ -243,14 +243,17 @@ class _Mesh:
             task.add_done_callback(lambda _: self._meeting.pop(peer.rank))
 
     async def _meet(self, peer: Peer) -> None:
-        """Connect to a peer: as soon as its machine answers, it has the time of a start, as it may be busy."""
+        """Connect to a peer: once its machine answers it may be held up for long, and others see whether it lives."""
         loop, options = asyncio.get_running_loop(), self._options
         began_s = loop.time()
         try:
             check_open_files(self._fabric.rank, num_peers=1, num_classes=options.num_classes)
             async with asyncio.timeout(options.dead_s) as limit:
-                await self._meet_by(peer, lambda: limit.reschedule(began_s + max(options.connect_s, options.dead_s)))
+                await self._meet_by(peer, lambda: limit.reschedule(began_s + max(options.held_s, options.dead_s)))
         except TimeoutError:
+            if self._fabric.away_s:  # that time does not count against others
+                await self._meet(peer)
+                return
             took_s = loop.time() - began_s
             self._fabric.on_broken(peer, f"is lost: it could not be connected to in {took_s:.1f} s", must_tell=False)
         except (HandshakeError, ConfigurationError) as error:

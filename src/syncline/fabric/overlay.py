@@ -6,7 +6,7 @@ Who its neighbours are, and what gossip is, stands in :mod:`syncline.fabric.goss
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from functools import partial
 from typing import Protocol
 
@@ -18,8 +18,10 @@ from syncline.fabric.gossip import (
     Telling,
     decode,
     encode_leaving,
+    encode_link,
     encode_loss,
     encode_message,
+    encode_unreached,
     neighbours,
     next_hop,
     read_message,
@@ -43,6 +45,9 @@ class OverlayFabric(Protocol):
     def lose(self, peer: Peer, error: PeerLostError) -> None:
         """Report a peer as lost."""
 
+    def believe(self, accuser: int, lost: int, reason: str) -> None:
+        """Take a rank for lost as another says so."""
+
     def on_farewell(self, peer: Peer) -> None:
         """Hear that a rank leaves."""
 
@@ -60,6 +65,13 @@ class Overlay:
         self._fabric = fabric
         self._gossip = Gossip(rank)
         self._num_lost = 0
+        self._dead: set[int] = set()
+        self._more_links: dict[int, set[int]] = {}
+        """Between ranks that are neighbours since others are gone."""
+        self._broken: dict[int, set[int]] = {}
+        """Who has been found lost, and by whom."""
+        self._unreachable_s: dict[int, float] = {}
+        """Since when no way leads to a rank."""
         self._is_torn = self._is_cut_off = self._has_left = False
         self._torn_s: float | None = None
         self.neighbours = neighbours(rank, self._world_size)
@@ -71,17 +83,13 @@ class Overlay:
     def __repr__(self) -> str:
         return f"<Overlay of rank {self._rank} of {self._world_size}: {self._gossip}>"
 
-    def watchers(self, rank: int) -> Collection[int]:
-        """Return who finds a rank lost that is lost, if it is no peer to whom this one is connected."""
-        peer = self._peers.get(rank)
-        return () if peer is None or peer.is_ready else neighbours(rank, self._world_size)
-
     def spread_message(self, targets: Collection[int], payload: bytes) -> None:
         """Tell some ranks a control message."""
         self._spread(encode_message(targets, self._world_size, payload))
 
     def spread_loss(self, rank: int, reason: str) -> None:
         """Tell all that ``rank``, or this one, is lost."""
+        self._broken.setdefault(rank, set()).add(self._rank)
         self._spread(encode_loss(rank, cut_reason(reason)))
 
     def spread_leaving(self) -> None:
@@ -99,18 +107,24 @@ class Overlay:
             peer.send_frame(FrameType.GOSSIP, tag=telling.tag, payload=telling.body)
 
     def on_gone(self, peer: Peer, *, has_left: bool) -> None:
-        """Look for others in place of a peer that is gone; without any neighbour, nobody else is in reach."""
+        """Note that a peer is gone; without any neighbour, nobody else is in reach."""
         self._is_torn |= peer.is_neighbour
-        self._num_lost += peer.is_neighbour and not has_left
-        if has_left or self._is_cut_off or any(other.is_neighbour for other in self._fabric.living()):
+        if has_left:
             return
-        self._is_cut_off = True
-        for other in self._peers.values():
-            if not other.is_ready:
-                text = f"{other.name} is out of reach: {peer.name} was the last from whom this rank heard of others"
-                self._fabric.lose(other, PeerLostError(text, rank=other.rank, host=other.host))
+        self._dead.add(peer.rank)
+        self._num_lost += peer.is_neighbour
+        if not self._is_cut_off and not any(other.is_neighbour for other in self._fabric.living()):
+            self._is_cut_off = True
+            self._lose([rank for rank, other in self._peers.items() if not other.is_ready])
 
-    def mend(self, now_s: float) -> None:
+    def look(self, now_s: float) -> None:
+        """Find out who is out of reach, and take others as neighbours in place of those that are gone."""
+        unreachable = self._unreachable() if self._broken else set()
+        self._unreachable_s = {rank: self._unreachable_s.get(rank, now_s) for rank in unreachable}
+        self._lose([rank for rank, since_s in self._unreachable_s.items() if now_s - since_s >= self._patience_s])
+        self._mend(now_s)
+
+    def _mend(self, now_s: float) -> None:
         """Take others as neighbours in place of those that are gone, at once if half of them are lost.
 
         One that is gone is often the first of all: then there is nothing to mend a little later.
@@ -167,7 +181,15 @@ class Overlay:
 
     def _heed(self, origin: Peer, kind: GossipKind, number: int, rest: bytes) -> None:
         if kind is GossipKind.LOST:
-            origin.on_news(number, escape_text(rest))
+            reason = escape_text(rest)
+            self._broken.setdefault(number, set()).add(origin.rank)
+            origin.on_news(number, reason)
+            self._look_at(number, reason)
+        elif kind is GossipKind.UNREACHED:
+            if read_message(number, rest, self._rank) is not None:  # it does hear of it, by another way
+                origin.on_news(self._rank, "is out of reach")
+        elif kind is GossipKind.LINKED:
+            self._note_link(origin.rank, number)
         elif kind is GossipKind.LEFT:
             if not origin.is_ready:  # else it says so itself, after all else
                 self._fabric.on_farewell(origin)
@@ -193,3 +215,40 @@ class Overlay:
     def _join(self, peer: Peer) -> None:
         peer.send_frame(FrameType.JOINED)
         self.on_ready(peer)
+        self._note_link(self._rank, peer.rank)
+        self._spread(encode_link(peer.rank))
+
+    def _note_link(self, one: int, other: int) -> None:
+        for rank, end in ((one, other), (other, one)):
+            self._more_links.setdefault(rank, set()).add(end)
+
+    def _links_of(self, rank: int) -> Set[int]:
+        return neighbours(rank, self._world_size) | self._more_links.get(rank, set())
+
+    def _look_at(self, rank: int, reason: str) -> None:
+        """Believe that a rank is lost if all who watch it say so: those above it alone would not be believed."""
+        peer = self._peers.get(rank)
+        if peer is None or peer.is_ready or peer.is_gone:
+            return
+        watchers = {watcher for watcher in self._links_of(rank) if not self._fabric.is_lost(watcher)}
+        if watchers and watchers <= self._broken[rank]:
+            self._fabric.believe(min(watchers), rank, reason)
+
+    def _unreachable(self) -> set[int]:
+        """Return to whom no way leads over links that nobody has found broken; who has left may have passed it on."""
+        reached, new = {self._rank}, [self._rank]
+        while new:
+            rank = new.pop()
+            for other in self._links_of(rank) - reached - self._dead:
+                if other not in self._broken.get(rank, ()) and rank not in self._broken.get(other, ()):
+                    reached.add(other)
+                    new.append(other)
+        return {rank for rank, peer in self._peers.items() if not (peer.is_ready or peer.is_gone)} - reached
+
+    def _lose(self, ranks: Collection[int]) -> None:
+        if ranks:
+            self._spread(encode_unreached(ranks, self._world_size))
+        for rank in ranks:
+            peer = self._peers[rank]
+            text = f"{peer.name} is out of reach: whoever could tell of it is lost, or has lost it"
+            self._fabric.lose(peer, PeerLostError(text, rank=rank, host=peer.host))

@@ -195,6 +195,9 @@ class Transport(Protocol):
     def unconnected(self) -> Set[int]:
         """A live view of the ranks to which there may be no connection yet."""
 
+    def unmet(self, peers: Collection[int]) -> Set[int]:
+        """Return which of ``peers`` are neither connected nor lost."""
+
     def when_connected(self, peers: Collection[int], then: Callable[[], None]) -> None:
         """Call ``then`` once there are connections to all of ``peers`` that are not lost; at once if there are.
 

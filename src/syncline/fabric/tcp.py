@@ -110,7 +110,7 @@ class TcpFabric:
         self._waiting: list[tuple[set[int], Callable[[], None]]] = []
         """Who is not connected yet, and what waits for that."""
         self._lost: dict[int, PeerLostError] = {}
-        self._news = News() if self._overlay is None else News(self._overlay.watchers)
+        self._news = News()
         self._is_closing = self._has_ended = self._is_closed = False
         self._changed = asyncio.Event()
         self._liveness = Liveness(options, now_s=self._loop.time())
@@ -197,9 +197,13 @@ class TcpFabric:
         else:
             self._overlay.pass_on(peer, payload)
 
+    def unmet(self, peers: Collection[int]) -> set[int]:
+        """Return which of ``peers`` are neither connected nor lost."""
+        return {peer for peer in peers if not (self._peers[peer].is_ready or self._peers[peer].is_gone)}
+
     def when_connected(self, peers: Collection[int], then: Callable[[], None]) -> None:
         """Call ``then`` once this rank is connected to all of ``peers`` (see the protocol)."""
-        missing = {peer for peer in peers if not (self._peers[peer].is_ready or self._peers[peer].is_gone)}
+        missing = self.unmet(peers)
         if not missing:
             then()
             return
@@ -296,6 +300,11 @@ class TcpFabric:
         """Return the state of one peer (for whoever opens the connections)."""
         return self._peers[rank]
 
+    @property
+    def away_s(self) -> float:
+        """For how long this process did not run, if that is just over, or not long ago."""
+        return self._liveness.away_s(self._loop.time())
+
     def living(self) -> list[Peer]:
         """Return the peers to whom this rank is connected."""
         peers = (self._peers if self._overlay is None else self._connected).values()
@@ -357,7 +366,7 @@ class TcpFabric:
         """Report the peer as lost, and tell the others."""
         if peer.is_gone:
             return
-        away_s = self._liveness.away_s(self._loop.time())
+        away_s = self.away_s
         if not must_tell and away_s >= self._options.dead_s:  # this rank was given up, and shall not blame the peer
             own = f"{self.describe_peer(self._rank)} {describe_absence(away_s)}"
             text = f"{own}, and then found {peer.name} gone: it {reason}"
@@ -382,7 +391,7 @@ class TcpFabric:
         lost, accuser = read_loss(tag, teller=peer.rank)
         if lost == self._rank:
             text = f"{peer.name} closed its connections to this rank, because rank {self.numbers[lost]} {reason}"
-            if away_s := self._liveness.away_s(self._loop.time()):
+            if away_s := self.away_s:
                 text += f"; this rank {describe_absence(away_s)}"
             error = (PeerLostError if accuser == peer.rank else GivenUpError)(text, rank=peer.rank, host=peer.host)
             must_tell = accuser == peer.rank or is_believed(peer.rank, lost)  # of it this rank is not believed
@@ -392,10 +401,9 @@ class TcpFabric:
                 news=[(peer.rank, f"gave up rank {self.numbers[lost]}, which {reason}")] if must_tell else (),
             )
         elif lost in self._peers and self._news.hear(peer.rank, lost, known=self._lost.keys(), accuser=accuser):
-            self._believe(accuser, lost, reason)
+            self.believe(accuser, lost, reason)
         else:
             _log.info("rank %d: %s reports that it lost rank %d, which %s", self._rank, peer.name, lost, reason)
-            self._look_again(reason)
 
     def on_control_message(self, peer: Peer, payload: bytes) -> None:
         """Pass a control message on."""
@@ -413,7 +421,8 @@ class TcpFabric:
 
     # --- inside ---
 
-    def _believe(self, accuser: int, lost: int, reason: str) -> None:
+    def believe(self, accuser: int, lost: int, reason: str) -> None:
+        """Take a rank for lost as another says so, and let it know."""
         outcast = self._peers[lost]
         if outcast.is_gone:
             return
@@ -425,10 +434,6 @@ class TcpFabric:
         tag = lost if is_believed(self._rank, lost) else on_word_of(accuser, lost)
         # to whom the accuser has no link, but where gossip leads to all
         self.lose(outcast, error, news=[(tag, reason)] if self._overlay is None else ())
-
-    def _look_again(self, reason: str = "is lost") -> None:
-        for accuser, lost in self._news.find(known=self._lost.keys()):
-            self._believe(accuser, lost, reason)
 
     def _tell_peer(self, peer: Peer, *, tag: int, reason: str) -> None:
         """Tell ``peer`` at once, before its connections are closed, that a rank (itself, or this one) is lost."""
@@ -455,7 +460,7 @@ class TcpFabric:
                 self._note("peer is silent", peer=peer.rank, silence_s=verdict.silence_s)
         self.stalls.tick(tick.counted_s, {peer.rank: peer.transport.progress for peer in self.living()})
         if self._overlay is not None and not self._is_closing:
-            self._overlay.mend(self._loop.time())
+            self._overlay.look(self._loop.time())
 
     def lose(self, peer: Peer, error: PeerLostError, *, news: Iterable[tuple[int, str]] = ()) -> None:
         """Report a peer as lost; others hear the ``news`` (each a tag and a reason) before whatever follows from it."""
@@ -472,7 +477,8 @@ class TcpFabric:
             self._listener_slot.tell(lambda listener: listener.on_peer_lost(peer.rank, error))
         for tag, reason in news:
             self._tell_loss(tag, reason)
-        self._look_again()
+        for accuser, lost in self._news.find(known=self._lost.keys()):
+            self.believe(accuser, lost, "is lost")
         if self._overlay is not None and not self._is_closing:
             self._go_on_without(peer.rank)
             self._overlay.on_gone(peer, has_left=has_left)

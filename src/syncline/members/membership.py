@@ -13,9 +13,6 @@ Who believes passes it on. A rank below the lost one does so in its own name; on
 names the *accuser*, whose word it took. That is believed once the accuser is lost here: it cannot tell of it any more.
 As long as it lives, it tells of it itself, or it is a lie.
 
-Where ranks are not all connected, one that dies may have lost a connection to ranks above it alone. It is lost for all
-once everyone who watches it says so.
-
 A rank cannot tell a death from a cut of the network, so those in reach go on only where they cannot do so elsewhere
 too: with more than half of the members that have not left by themselves, or with exactly half of them and the lowest
 among these. A user may ask for another part, or for a fixed number; with less than half, both sides of a cut go on.
@@ -166,16 +163,9 @@ class News:
     False
     >>> list(news.find(known={0, 1}))
     [(1, 4)]
-    >>> news = News(watchers=lambda rank: {rank + 1, rank + 2})
-    >>> news.hear(1, 0, known=set()), list(news.find(known=set())), news.hear(2, 0, known=set())
-    (False, [], False)
-    >>> list(news.find(known=set()))  # both who watch rank 0 have lost it
-    [(1, 0)]
     """
 
-    def __init__(self, watchers: Callable[[int], Collection[int]] = lambda _: ()) -> None:
-        self._watchers = watchers
-        """Who would find a rank lost, where not all are connected to it."""
+    def __init__(self) -> None:
         self._found_below: dict[int, set[int]] = {}
         """Whom a teller accuses of the ranks below it."""
         self._kept: dict[tuple[int, int], int] = {}
@@ -209,23 +199,10 @@ class News:
                 for (teller, lost), accuser in self._kept.items()
                 if self._counts(teller, accuser, lost, known)
             ]
-            if found:
-                lost, teller = min(found)
-                yield self._kept.pop((teller, lost)), lost
-            elif (watched := self._lost_to_watchers(known)) is not None:
-                for below in self._found_below.values():
-                    below.discard(watched[1])
-                yield watched
-            else:
+            if not found:
                 return
-
-    def _lost_to_watchers(self, known: AbstractSet[int]) -> tuple[int, int] | None:
-        """Return a rank that all who watch it have found lost, behind the lowest of these; None if there is none."""
-        for lost in sorted(set().union(*self._found_below.values()) - known):
-            watchers = {*self._watchers(lost)} - known
-            if watchers and all(lost in self._found_below.get(watcher, ()) for watcher in watchers):
-                return min(watchers), lost
-        return None
+            lost, teller = min(found)
+            yield self._kept.pop((teller, lost)), lost
 
     def _counts(self, teller: int, accuser: int, lost: int, known: AbstractSet[int]) -> bool:
         """Whether to believe the accuser now, if the word is its own or it cannot tell of it any more."""

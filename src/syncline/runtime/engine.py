@@ -11,7 +11,7 @@ done. No failed call leaves a posted receive behind that could write to its buff
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -56,6 +56,8 @@ class ActiveCall:
     """For each rank that said so, whom it waits for."""
     has_told: bool = False
     """Whether this rank has said so itself."""
+    unmet: Callable[[], Set[int]] = frozenset
+    """To whom connections are being opened before the call's slices begin."""
 
     @property
     def is_complete(self) -> bool:
@@ -71,7 +73,12 @@ class ActiveCall:
         return (self.execution.has_more and peer in self.peers) or peer in self.execution.open_peers()
 
     def awaited_peers(self, predecessor: int) -> frozenset[int]:
-        """Return who has not delivered: data, or else the memory of what was sent, or else the agreement."""
+        """Return who has not delivered: data, or else the memory of what was sent, or else the agreement.
+
+        Before that, who is not connected.
+        """
+        if unmet := self.unmet():
+            return frozenset(unmet)
         peers = (
             set() if self.execution is None else self.execution.awaited_peers() or self.execution.open_peers() - {-1}
         )
@@ -188,6 +195,7 @@ class Engine:
             elif active.peers.isdisjoint(self._unconnected):
                 active.execution.start()
             else:
+                active.unmet = partial(self._fabric.unmet, active.peers)
                 self._fabric.when_connected(active.peers, partial(self._start, active))
         except Exception as error:  # a bug of ours must not leave a caller waiting
             self.crash(error)
@@ -196,6 +204,7 @@ class Engine:
 
     def _start(self, active: ActiveCall) -> None:
         """Let a call's slices move, unless it has ended while its connections were opened."""
+        active.unmet = frozenset
         key = (active.call.stream, active.number & NUMBER_MASK)
         if self._calls.get(key) is active and active.execution is not None:
             active.execution.start()

@@ -200,6 +200,11 @@ class GroupFabric:
         """Send a control message to the group's listener at a member, on which nothing depends."""
         self._fabric.pass_on(self.members[peer], enclose(self.streams.start, payload))
 
+    def unmet(self, peers: Collection[int]) -> Set[int]:
+        """Return which of some members are neither connected nor lost."""
+        unmet = self._fabric.unmet([self.members[peer] for peer in peers])
+        return {peer for peer in peers if self.members[peer] in unmet}
+
     def when_connected(self, peers: Collection[int], then: Callable[[], None]) -> None:
         """Call ``then`` once there are connections to some members."""
         self._fabric.when_connected([self.members[peer] for peer in peers], then)
