@@ -197,7 +197,7 @@ async def dial(
     the ``address``.
 
     It listens before it meets the others: if nobody listens there for as long as a handshake may take, or any more
-    where it ``has_listened``, it is gone. One that has is refused by once in vain: a bit may have been changed.
+    where it ``has_listened``, it is gone. One that has may refuse once in vain: a bit may have been changed.
     A peer that is only busy, as one of many that start on a few cores, answers in its turn: a try has twice the time of
     a handshake, and each one twice as long as the one before. After a try that may have been let in, for all that is
     known here, the next one asks to go on with it; where the peer does not know it, or knows it only then, the one
@@ -223,21 +223,15 @@ async def dial(
                 if resumption is None and dialer.connection_id:
                     unsure, goes_on = dialer, True
             else:
-                raise HandshakeError(
-                    f"rank {terms.rank} and {peer_name} at {format_endpoint(*address)} cannot connect: "
-                    f"{REASONS[refused.refusal]}"
-                ) from refused
+                ends = f"rank {terms.rank} and {peer_name} at {format_endpoint(*address)}"
+                raise HandshakeError(f"{ends} cannot connect: {REASONS[refused.refusal]}") from refused
         except (OSError, EOFError) as error:
             waited_s = asyncio.get_running_loop().time() - began_s
             if isinstance(error, ConnectionRefusedError) and (has_listened or waited_s >= options.handshake_s):
-                seen = (
-                    "nobody listens there any more"
-                    if has_listened
-                    else f"nobody has listened there for {waited_s:.0f} s"
-                )
+                seen = "listens there any more" if has_listened else f"has listened there for {waited_s:.0f} s"
                 raise HandshakeError(
-                    f"rank {terms.rank} cannot connect to {peer_name} at {format_endpoint(*address)}: {seen}; its "
-                    "process has ended, or a firewall rejects connections"
+                    f"rank {terms.rank} cannot connect to {peer_name} at {format_endpoint(*address)}: nobody {seen}; "
+                    "its process has ended, or a firewall rejects connections"
                 ) from error
             # Not there yet, too busy, or the network dropped it; TimeoutError is an OSError.
             if resumption is None and dialer.connection_id:  # its last message was made, and may have arrived
