@@ -220,8 +220,8 @@ async def dial(
                 goes_on = not goes_on
             elif can_err and refused.refusal is not Refusal.CLASSES:
                 can_err = False
-                if resumption is None and dialer.connection_id:
-                    unsure, goes_on = dialer, True
+                was_let_in = resumption is None and dialer.connection_id  # for all that is known here
+                unsure, goes_on = (dialer, True) if was_let_in else (unsure, goes_on)
             else:
                 ends = f"rank {terms.rank} and {peer_name} at {format_endpoint(*address)}"
                 raise HandshakeError(f"{ends} cannot connect: {REASONS[refused.refusal]}") from refused
