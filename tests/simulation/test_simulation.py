@@ -44,10 +44,13 @@ def test_each_fault_where_each_rank_has_two_neighbours(fault: str, in_a_ring: No
     assert sum(scenario.topology.num_ranks > 4 for scenario in scenarios) > 1
 
 
-@pytest.mark.parametrize("seed", [81, 127, 181])
-def test_what_two_neighbours_once_took_for_something_else(seed: int, in_a_ring: None) -> None:
-    """A bit that changed in the handshake of ranks that meet; and ranks that were given up, and did not hear of it."""
-    JobScenario(seed, "storm", max_ranks=9, most_connected=1).run()
+@pytest.mark.parametrize(("seed", "fault"), [(81, "storm"), (10, "held"), (80, "cut"), (126, "cut")])
+def test_jobs_that_failed_once_where_each_rank_has_two_neighbours(seed: int, fault: str, in_a_ring: None) -> None:
+    JobScenario(seed, fault, max_ranks=9, most_connected=1).run()
+
+
+@pytest.mark.parametrize("seed", [127, 181])
+def test_cuts_that_failed_once_where_each_rank_has_two_neighbours(seed: int, in_a_ring: None) -> None:
     PartitionScenario(seed, num_ranks=5 + seed % 4, settled_s=60.0, most_connected=1).run()
 
 
