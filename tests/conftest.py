@@ -99,3 +99,11 @@ def pytest_collection_modifyitems(config, items):
         sizes = Counter(scope_of(item.nodeid) for item in items)
         places = {scope: place for place, scope in enumerate(LONGEST)}
         items.sort(key=lambda item: (places.get(scope_of(item.nodeid), len(LONGEST)), -sizes[scope_of(item.nodeid)]))
+
+
+@pytest.fixture
+def in_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connect ranks, where they are not all connected, to the one before and the one after them alone."""
+    from syncline.fabric import gossip
+
+    monkeypatch.setattr(gossip, "distances", lambda world_size: [1, world_size - 1])

@@ -70,8 +70,6 @@ class FrameType(IntEnum):
     it for the first time passes it on (:mod:`syncline.fabric.gossip`)."""
     ROUTED = 19
     """A message of the layer above that is passed on; ``tag`` says from whom, and to whom."""
-    JOINED = 20
-    """From now on the sender passes gossip on to this peer, and takes its own."""
 
 
 def cut_reason(reason: str) -> bytes:

@@ -356,10 +356,6 @@ class MemoryFabric:
         """Send a control message."""
         self.send_control(peer, payload)
 
-    def unmet(self, peers: Collection[int]) -> Set[int]:  # noqa: ARG002 - all are connected
-        """Return nobody."""
-        return frozenset()
-
     def when_connected(self, peers: Collection[int], then: Callable[[], None]) -> None:  # noqa: ARG002 - all are
         """Call ``then``."""
         then()

@@ -58,7 +58,7 @@ async def connect_tcp(
     trace: Trace | None = None,
     timeout_s: float | None = None,
 ) -> TcpFabric:
-    """Open the TCP fabric of ``rank`` on the running loop; it is connected to all peers when this returns.
+    """Open the TCP fabric of ``rank`` on the running loop; it is connected to all peers, or of many to its neighbours.
 
     ``timeout_s`` is for all of it; None is ``options.connect_s``. ``numbers``: what errors call the ranks.
     Raises ``ConfigurationError`` (address, exposure without a secret, nothing compiled), ``RendezvousError`` (who did
@@ -264,7 +264,8 @@ class _Mesh:
             await self._ask_to_dial(peer, on_answer)
             return
         while not peer.is_ready:
-            classes = [each for each in self._classes_of(peer) if not peer.has_connection(each)]
+            all_classes = range(CONTROL_CLASS, peer.options.num_classes)
+            classes = [each for each in all_classes if not peer.has_connection(each)]
             dials = [self._dial(self._members[peer.rank], each, on_answer) for each in classes]
             try:
                 await _run_all(dials)
@@ -276,9 +277,6 @@ class _Mesh:
             else:
                 await self._fabric.wait_for_peer(peer, lambda: peer.is_ready)
         self.reach.drop_call(peer.rank, CONTROL_CLASS)
-
-    def _classes_of(self, peer: Peer) -> range:
-        return range(CONTROL_CLASS, peer.options.num_classes)
 
     async def _ask_to_dial(self, peer: Peer, on_answer: Callable[[], None]) -> None:
         """Call a higher rank, which dials then, until it has done so."""

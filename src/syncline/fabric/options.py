@@ -15,6 +15,8 @@ MIN_SECRET_BYTES = 32
 MAX_CHUNK_BYTES = 256 << 10
 """The transport's limit on a chunk: no receiver ever drains more than this at once."""
 MAX_CLASSES = 16
+MOST_CONNECTED = 16
+"""So many ranks may all exchange something with each other, however little it is."""
 MAX_DSCP = 63
 NOWHERE = ("", 0)
 """What a rank advertises that others cannot dial."""
@@ -73,7 +75,7 @@ class FabricOptions:
     chunk_bytes: Annotated[int, Bounds(4096, MAX_CHUNK_BYTES)] = 256 << 10
     """An urgent message waits for at most one chunk of another on its connection. Slow routes have smaller ones."""
 
-    most_connected: Count = 16
+    most_connected: Count = MOST_CONNECTED
     """So many ranks, or fewer, are all connected from the start. Of more, each is to some neighbours, and to another
     rank once one of the two sends the other something (:mod:`syncline.fabric.gossip`); to all, where a rank cannot be
     dialled."""

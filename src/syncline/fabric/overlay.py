@@ -72,7 +72,7 @@ class Overlay:
         """Who has been found lost, and by whom."""
         self._unreachable_s: dict[int, float] = {}
         """Since when no way leads to a rank."""
-        self._is_torn = self._is_cut_off = self._has_left = False
+        self._is_changed = self._is_torn = self._is_cut_off = self._has_left = False
         self._torn_s: float | None = None
         self.neighbours = neighbours(rank, self._world_size)
         """To whom this rank is connected from the start."""
@@ -89,7 +89,7 @@ class Overlay:
 
     def spread_loss(self, rank: int, reason: str) -> None:
         """Tell all that ``rank``, or this one, is lost."""
-        self._broken.setdefault(rank, set()).add(self._rank)
+        self._note_loss(self._rank, rank)
         self._spread(encode_loss(rank, cut_reason(reason)))
 
     def spread_leaving(self) -> None:
@@ -102,7 +102,7 @@ class Overlay:
         self._route(self._rank << 32 | target, payload)
 
     def on_ready(self, peer: Peer) -> None:
-        """Let a new peer hear what was told before; of others only if it passes that on."""
+        """Let a new peer, or neighbour, hear what was told before; of others only if it passes that on."""
         for telling in self._gossip.kept() if peer.is_neighbour else self._gossip.own():
             peer.send_frame(FrameType.GOSSIP, tag=telling.tag, payload=telling.body)
 
@@ -111,17 +111,20 @@ class Overlay:
         self._is_torn |= peer.is_neighbour
         if has_left:
             return
+        self._is_changed = True
         self._dead.add(peer.rank)
         self._num_lost += peer.is_neighbour
         if not self._is_cut_off and not any(other.is_neighbour for other in self._fabric.living()):
             self._is_cut_off = True
-            self._lose([rank for rank, other in self._peers.items() if not other.is_ready])
+            self._lose(list(filter(self._is_unseen, self._peers)))
 
     def look(self, now_s: float) -> None:
         """Find out who is out of reach, and take others as neighbours in place of those that are gone."""
-        unreachable = self._unreachable() if self._broken else set()
-        self._unreachable_s = {rank: self._unreachable_s.get(rank, now_s) for rank in unreachable}
-        self._lose([rank for rank, since_s in self._unreachable_s.items() if now_s - since_s >= self._patience_s])
+        if self._is_changed:
+            self._is_changed = False
+            self._unreachable_s = {rank: self._unreachable_s.get(rank, now_s) for rank in self._unreachable()}
+        late = [rank for rank, since_s in self._unreachable_s.items() if now_s - since_s >= self._patience_s]
+        self._lose([rank for rank in late if self._is_unseen(rank)])
         self._mend(now_s)
 
     def _mend(self, now_s: float) -> None:
@@ -140,6 +143,8 @@ class Overlay:
             peer = self._peers[rank]
             if not peer.is_neighbour:
                 peer.is_neighbour = True
+                if peer.is_ready:
+                    self.on_ready(peer)
                 self._fabric.meet(peer, partial(self._join, peer))
 
     # --- what peers tell ---
@@ -171,18 +176,12 @@ class Overlay:
         elif not self._peers[source].is_gone:
             self._fabric.on_control_message(self._peers[source], payload)
 
-    def on_joined(self, peer: Peer) -> None:
-        """Pass gossip on to the peer from now on, with what was told before."""
-        if not peer.is_neighbour:
-            peer.is_neighbour = True
-            self.on_ready(peer)
-
     # --- inside ---
 
     def _heed(self, origin: Peer, kind: GossipKind, number: int, rest: bytes) -> None:
         if kind is GossipKind.LOST:
             reason = escape_text(rest)
-            self._broken.setdefault(number, set()).add(origin.rank)
+            self._note_loss(origin.rank, number)
             origin.on_news(number, reason)
             self._look_at(number, reason)
         elif kind is GossipKind.UNREACHED:
@@ -190,6 +189,9 @@ class Overlay:
                 origin.on_news(self._rank, "is out of reach")
         elif kind is GossipKind.LINKED:
             self._note_link(origin.rank, number)
+            if number == self._rank and not origin.is_neighbour:
+                origin.is_neighbour = True
+                self.on_ready(origin)
         elif kind is GossipKind.LEFT:
             if not origin.is_ready:  # else it says so itself, after all else
                 self._fabric.on_farewell(origin)
@@ -213,14 +215,17 @@ class Overlay:
             self._peers[hop].send_frame(FrameType.ROUTED, tag=tag, payload=payload)
 
     def _join(self, peer: Peer) -> None:
-        peer.send_frame(FrameType.JOINED)
-        self.on_ready(peer)
         self._note_link(self._rank, peer.rank)
         self._spread(encode_link(peer.rank))
+
+    def _note_loss(self, accuser: int, lost: int) -> None:
+        self._broken.setdefault(lost, set()).add(accuser)
+        self._is_changed = True
 
     def _note_link(self, one: int, other: int) -> None:
         for rank, end in ((one, other), (other, one)):
             self._more_links.setdefault(rank, set()).add(end)
+        self._is_changed = True
 
     def _links_of(self, rank: int) -> Set[int]:
         return neighbours(rank, self._world_size) | self._more_links.get(rank, set())
@@ -243,7 +248,10 @@ class Overlay:
                 if other not in self._broken.get(rank, ()) and rank not in self._broken.get(other, ()):
                     reached.add(other)
                     new.append(other)
-        return {rank for rank, peer in self._peers.items() if not (peer.is_ready or peer.is_gone)} - reached
+        return set(filter(self._is_unseen, self._peers.keys() - reached))
+
+    def _is_unseen(self, rank: int) -> bool:
+        return not (self._peers[rank].is_ready or self._peers[rank].is_gone)
 
     def _lose(self, ranks: Collection[int]) -> None:
         if ranks:

@@ -57,9 +57,6 @@ class OverlayEvents(Protocol):
     def on_routed(self, tag: int, payload: bytes) -> None:
         """Take a control message that may be for another rank, and is passed on then."""
 
-    def on_joined(self, peer: Peer) -> None:
-        """Note that the peer passes gossip on to this rank."""
-
 
 class Peer:
     """The state of one peer, from its first connection to its end."""
@@ -273,7 +270,6 @@ class Peer:
             FrameType.LOST: lambda tag, payload: self.on_news(tag, escape_text(payload)),
             FrameType.GOSSIP: lambda tag, payload: self._overlay().on_gossip(self, tag, payload),
             FrameType.ROUTED: lambda tag, payload: self._overlay().on_routed(tag, payload),
-            FrameType.JOINED: lambda _tag, _payload: self._overlay().on_joined(self),
         }
 
     def _overlay(self) -> OverlayEvents:

@@ -180,9 +180,9 @@ class Transport(Protocol):
         """Send at most 16 KiB ahead of all data; the peer's listener gets it in :meth:`FabricListener.on_control`."""
 
     def tell(self, peers: Collection[int], payload: bytes) -> None:
-        """Send a control message of at most 12 KiB to each of ``peers``, the same ones each time, that is not lost.
+        """Send a control message of at most 12 KiB to each of ``peers`` that is not lost.
 
-        Others pass it on where there is no connection; what one rank tells, all get in its order.
+        Others pass it on where there is no connection. What one rank tells the same peers, they get in its order.
         """
 
     def pass_on(self, peer: int, payload: bytes) -> None:
@@ -193,10 +193,7 @@ class Transport(Protocol):
 
     @property
     def unconnected(self) -> Set[int]:
-        """A live view of the ranks to which there may be no connection yet."""
-
-    def unmet(self, peers: Collection[int]) -> Set[int]:
-        """Return which of ``peers`` are neither connected nor lost."""
+        """The ranks that are neither connected nor lost; of a job's own fabric a live set."""
 
     def when_connected(self, peers: Collection[int], then: Callable[[], None]) -> None:
         """Call ``then`` once there are connections to all of ``peers`` that are not lost; at once if there are.

@@ -106,7 +106,7 @@ class TcpFabric:
         self._neighbours = self._peers.keys() if self._overlay is None else self._overlay.neighbours
         self._connected: dict[int, Peer] = {}
         self.unconnected = self._peers.keys() - self._neighbours
-        """To whom there may be no connection yet."""
+        """Who is neither connected nor lost."""
         self._waiting: list[tuple[set[int], Callable[[], None]]] = []
         """Who is not connected yet, and what waits for that."""
         self._lost: dict[int, PeerLostError] = {}
@@ -197,13 +197,9 @@ class TcpFabric:
         else:
             self._overlay.pass_on(peer, payload)
 
-    def unmet(self, peers: Collection[int]) -> set[int]:
-        """Return which of ``peers`` are neither connected nor lost."""
-        return {peer for peer in peers if not (self._peers[peer].is_ready or self._peers[peer].is_gone)}
-
     def when_connected(self, peers: Collection[int], then: Callable[[], None]) -> None:
         """Call ``then`` once this rank is connected to all of ``peers`` (see the protocol)."""
-        missing = self.unmet(peers)
+        missing = self.unconnected.intersection(peers)
         if not missing:
             then()
             return
@@ -468,6 +464,7 @@ class TcpFabric:
             return
         peer.close()
         self._connected.pop(peer.rank, None)
+        self.unconnected.discard(peer.rank)
         self._liveness.remove(peer.rank)
         self._lost[peer.rank] = error
         self._changed.set()

@@ -162,7 +162,7 @@ def _discover(environment: Environment, flat: Topology, store: Store, *, timeout
     options = replace(  # kernels tell of the way to whom there is a connection
         environment.fabric,
         job_id=f"{environment.fabric.job_id}/discovery",
-        most_connected=max(environment.world_size, environment.fabric.most_connected),
+        most_connected=environment.world_size,
     )
     brief = environment._replace(fabric=options)
     told = tell_if_long(f"measuring the network of {len(flat.hosts)} hosts", is_told=environment.rank == 0)

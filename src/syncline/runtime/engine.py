@@ -195,7 +195,7 @@ class Engine:
             elif active.peers.isdisjoint(self._unconnected):
                 active.execution.start()
             else:
-                active.unmet = partial(self._fabric.unmet, active.peers)
+                active.unmet = lambda: active.peers & self._fabric.unconnected
                 self._fabric.when_connected(active.peers, partial(self._start, active))
         except Exception as error:  # a bug of ours must not leave a caller waiting
             self.crash(error)

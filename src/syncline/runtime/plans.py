@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import cached_property, lru_cache, partial
 from typing import Literal
 
+from syncline.fabric.options import MOST_CONNECTED
 from syncline.schedule import Collective, Draft, Layout, Schedule, plan_tree, verify
 from syncline.schedule.draft import check_plannable
 from syncline.topology import Topology
@@ -42,8 +43,6 @@ MESSAGE_BYTES_WITHIN_MACHINE = 1 << 20
 """What a copy between two processes needs to hide the cost of announcing it."""
 
 
-MOST_AT_HAND = 16
-"""So many ranks may all exchange with each other in a call of a few bytes."""
 MOST_DRAFTED = 2
 """Kinds of calls whose drafts are kept, for other sizes: a start asks for all-reduces and broadcasts in turn."""
 
@@ -90,7 +89,7 @@ class Plans:
         Of many ranks each exchanges with a few.
         """
         check_plannable(self._topology)
-        if self._topology.num_ranks > MOST_AT_HAND:
+        if self._topology.num_ranks > MOST_CONNECTED:
             from syncline.schedule.recursive_doubling import draft_recursive_doubling
 
             return verify(draft_recursive_doubling(self._topology, Collective.ALL_REDUCE))

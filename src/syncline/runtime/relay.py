@@ -163,7 +163,6 @@ class GroupFabric:
         self._fabric = fabric
         self._relay = relay
         self._listener: FabricListener | None = None
-        self.unconnected: Set[int] = frozenset(range(self.world_size) if fabric.unconnected else ())
         self.progress = fabric.progress
         self.stalls = MemberStalls(fabric.stalls, self.members)
 
@@ -200,10 +199,11 @@ class GroupFabric:
         """Send a control message to the group's listener at a member, on which nothing depends."""
         self._fabric.pass_on(self.members[peer], enclose(self.streams.start, payload))
 
-    def unmet(self, peers: Collection[int]) -> Set[int]:
-        """Return which of some members are neither connected nor lost."""
-        unmet = self._fabric.unmet([self.members[peer] for peer in peers])
-        return {peer for peer in peers if self.members[peer] in unmet}
+    @property
+    def unconnected(self) -> Set[int]:
+        """The members that are neither connected nor lost."""
+        unconnected = self._fabric.unconnected
+        return {place for place, rank in enumerate(self.members) if rank in unconnected} if unconnected else unconnected
 
     def when_connected(self, peers: Collection[int], then: Callable[[], None]) -> None:
         """Call ``then`` once there are connections to some members."""
