@@ -9,9 +9,9 @@ from itertools import pairwise, permutations
 
 import numpy as np
 
-from syncline.discovery.discovery import predicted_rates
+from syncline.discovery.following import crossed_links
 from syncline.discovery.latencies import sites_of
-from syncline.discovery.tree_search import Flow, Round
+from syncline.discovery.tree_search import Flow, Round, fair_shares
 from syncline.topology import Host, Link, Rank, Switch, Topology
 from syncline.topology.tree import relinked
 
@@ -20,9 +20,14 @@ UPLINK_RATES = (12.5e6, 25e6, 50e6, 125e6)
 
 
 class EmulatedNetwork:
-    """Measures flows on a topology; host k is the k-th by first ranks. ``outliers``: this part is timed wrongly."""
+    """Measures flows on a topology; host k is the k-th by first ranks. ``outliers``: this part is timed wrongly.
 
-    def __init__(self, topology: Topology, *, noise: float, seed: int, outliers: float = 0.0) -> None:
+    All flows of a round have ``together`` bytes per second at most.
+    """
+
+    def __init__(
+        self, topology: Topology, *, noise: float, seed: int, outliers: float = 0.0, together: float = np.inf
+    ) -> None:
         self.topology = topology
         self.flat = Topology.flat_on([topology.host_of(rank).name for rank in range(topology.num_ranks)])
         self._ranks = [host.ranks[0].rank for host in self.flat.hosts]
@@ -30,21 +35,23 @@ class EmulatedNetwork:
         pairs = permutations(range(len(ranks)), 2)
         self.round_trips = {(one, other): topology.round_trip_s(ranks[one], ranks[other]) for one, other in pairs}
         self.sites = sites_of(len(ranks), self.round_trips)
-        self._noise, self._outliers = noise, outliers
+        self._noise, self._outliers, self._together = noise, outliers, together
         self._source = np.random.default_rng(seed)
         self.num_rounds = 0
 
     def measure(self, flows: Sequence[Flow]) -> Round:
         self.num_rounds += 1
-        shares = np.array(predicted_rates(self.topology, self._ranks, flows))
+        links, crosses = crossed_links(self.topology, self._ranks, [flows])
+        rates = [*map(self.topology.bytes_per_s, links), self._together]
+        shares = fair_shares(np.pad(crosses, ((0, 0), (0, 0), (0, 1)), constant_values=True), np.array(rates))[0]
         off = self._source.normal(0, self._noise, len(shares))
         is_wrong = self._source.random(len(shares)) < self._outliers
         off += np.where(is_wrong, self._source.uniform(-1, 1, len(shares)), 0)
         return Round(tuple(flows), tuple(map(float, shares * np.exp(off))))
 
 
-def random_racks(seed: int) -> Topology:
-    """Return 4 to 16 hosts in racks, and racks in rows, uplinks up to 10 times slower, some slower downward."""
+def random_racks(seed: int, *, num_hosts: tuple[int, int] = (4, 16)) -> Topology:
+    """Return so many hosts in racks, and racks in rows, uplinks up to 10 times slower, some slower downward."""
     source = random.Random(seed)
     numbers, names = iter(range(100)), iter(range(100))
 
@@ -68,7 +75,7 @@ def random_racks(seed: int) -> Topology:
                 children.append(switch(end - begin, depth - 1, Link(up_bytes_per_s=up, down_bytes_per_s=down)))
         return Switch(name=name, link=link, children=tuple(children))
 
-    return Topology(name=f"racks-{seed}", root=switch(source.randint(4, 16), source.randint(1, 2), None))
+    return Topology(name=f"racks-{seed}", root=switch(source.randint(*num_hosts), source.randint(1, 2), None))
 
 
 def shuffled(topology: Topology, seed: int) -> Topology:

@@ -22,9 +22,9 @@ NOISE = 0.05
 
 
 @lru_cache
-def found_in(topology: Topology, *, noise: float = NOISE, outliers: float = 0.0) -> Topology:
+def found_in(topology: Topology, *, noise: float = NOISE, outliers: float = 0.0, together: float = np.inf) -> Topology:
     """Return what is found where ``topology`` is there."""
-    network = EmulatedNetwork(topology, noise=noise, seed=1, outliers=outliers)
+    network = EmulatedNetwork(topology, noise=noise, seed=1, outliers=outliers, together=together)
     return build_topology(find_tree(network.sites, network.measure), network.flat, name="found")
 
 
@@ -66,7 +66,7 @@ def test_one_switch_for_all_is_what_it_costs_to_know_nothing() -> None:
 def test_what_passes_each_link_is_what_is_found(name: str) -> None:
     topology = shuffled(Topology.load(name), seed=3)
     for each in compare(topology, found_in(topology)):
-        assert each.other_bytes_per_s == pytest.approx(each.one_bytes_per_s, rel=0.15)
+        assert each.other_bytes_per_s == pytest.approx(each.one_bytes_per_s, rel=0.16)
 
 
 @pytest.mark.parametrize("name", ["two-racks-5-3", "two-sites"])
@@ -85,6 +85,48 @@ def test_racks_and_rates_are_those_that_are_there(name: str) -> None:
 
 def test_chance_makes_no_racks() -> None:
     assert divisions(found_in(Topology.load("flat-8"))) == set()
+
+
+RACKS_14_10 = """
+switch: core
+children:
+  - {switch: a, uplink: 200 Mbit/s, children: [{host: 'a[1-14]', uplink: 1 Gbit/s}]}
+  - {switch: b, uplink: 200 Mbit/s, children: [{host: 'b[1-10]', uplink: 1 Gbit/s}]}
+"""
+
+
+@pytest.mark.parametrize("together", [np.inf, 1.2e9, 0.5e9])
+@pytest.mark.parametrize("noise", [NOISE, 0.12])
+@pytest.mark.parametrize(
+    "topology", [Topology.flat(32, rate=125e6), Topology.parse(RACKS_14_10)], ids=["flat", "racks"]
+)
+def test_neither_noise_nor_what_all_flows_have_together_makes_racks_of_many_hosts(
+    topology: Topology, noise: float, together: float
+) -> None:
+    """The second: a switch that cannot forward what all ports could send, or an emulated network's processors."""
+    topology = shuffled(topology, seed=3)
+    assert divisions(found_in(topology, noise=noise, together=together)) == divisions(topology)
+
+
+def test_links_that_are_alike_have_one_rate_and_few_messages_are_planned() -> None:
+    """With a rate for each link an all-reduce among these 28 hosts had 13,000 messages, and took 1.66 times as long."""
+    topology = shuffled(random_racks(16, num_hosts=(17, 40)), seed=16)
+    found = found_in(topology)
+    assert {found.node(host.name).link.up_bytes_per_s for host in found.hosts} == {62.5e6, 125e6}
+    assert all_reduce_s(found, topology) <= 1.1 * all_reduce_s(topology, topology)
+
+
+def test_hosts_beside_racks_are_one_too() -> None:
+    """Only what they can say to each other is known of their link: at least what the others' links carry."""
+    hosts = "{host: 'c[1-16]', uplink: 100 Mbit/s}"
+    racks = ", ".join(
+        f"{{switch: {name}, uplink: {rate} Mbit/s, children: [{{host: '{name}[1-{size}]', uplink: 100 Mbit/s}}]}}"
+        for name, rate, size in (("a", 40, 10), ("b", 20, 6))
+    )
+    found = found_in(Topology.parse(f"{{switch: s, children: [{racks}, {hosts}]}}"))
+    by_size = {len(each.children): each.link for each in found.root.children}
+    assert by_size.keys() == {16, 10, 6}
+    assert by_size[16].up_bytes_per_s == by_size[10].down_bytes_per_s + by_size[6].down_bytes_per_s
 
 
 def test_racks_that_much_noise_makes_cost_little() -> None:
@@ -117,7 +159,7 @@ def test_random_racks_are_planned_as_if_they_were_known(
 
 
 def test_rounds_grow_with_hosts_and_not_with_their_pairs() -> None:
-    for num_hosts, most in ((8, 30), (32, 100)):
+    for num_hosts, most in ((8, 30), (32, 50)):
         network = EmulatedNetwork(Topology.flat(num_hosts, rate=125e6), noise=NOISE, seed=1)
         find_tree(network.sites, network.measure)
         assert network.num_rounds <= most

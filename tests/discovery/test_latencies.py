@@ -59,13 +59,15 @@ def test_hosts_near_each_other_are_a_site() -> None:
 
 def test_far_flows_count_while_all_of_them_share_a_link() -> None:
     """The first has half of the link until the other ends, at 1.0 s, and all of it then."""
-    far = probe._Receiving(begin_s=0.0, end_s=1.0, round_trip_s=FAR_S)
+    far = probe._Receiving(begin_s=0.0, end_s=1.0, latest_s=2.0, round_trip_s=FAR_S)
     far.landed = [(second / 10, 1000) for second in range(1, 11)] + [
         (1.0 + second / 20, 1000) for second in range(1, 21)
     ]
     assert probe._rate(far) == pytest.approx(10_000)
     near = replace(far, round_trip_s=0.0)
     assert probe._rate(near) > 15_000, "which needs as many messages as a slow link lets pass after a pause"
+    late = replace(near, latest_s=1.0)
+    assert probe._rate(late) == pytest.approx(10_000), "but only while all of its round may send"
 
 
 def test_the_longest_way_is_that_between_the_two_ranks_that_are_furthest() -> None:

@@ -5,9 +5,10 @@ orders what is measured, finds the tree, and gives it to all. What was found on 
 first: where a few flows still are as it predicts, it holds.
 
 What is measured at once: each pair of hosts in both directions, all hosts at once (a round-robin tournament: 2 (N - 1)
-rounds for N hosts), where a host that sends does not receive, so that no answer waits behind data. Then each host with
-all others at once, where there are few. Then, for each switch that these tell of, all below it with all others, which
-fills the link above it. So every link is full in some round, and links that are shared show.
+rounds for N hosts; of many hosts most pairs in one direction only), where a host that sends does not receive, so that
+no answer waits behind data. Then each host with all others at once, where there are few. Then, for each switch that
+these tell of, all below it with all others, which fills the link above it. So every link is full in some round, and
+links that are shared show.
 
 A flow that is far takes many round trips. But round trips tell what is far from what, and cost one question: hosts that
 are near each other are a *site*, pairs are measured within sites, and between two sites all hosts at once.
@@ -52,6 +53,8 @@ NAME = "measured"
 NUM_PASSES = 3
 MOST_HOSTS = 64
 """More are not measured: rounds grow with their number."""
+NUM_BOTH_WAYS = 32
+"""Pairs are measured in so many rounds, or as many as it takes for each two to speak one way."""
 NUM_LOOKS = 4
 """So many rounds show whether a network is as it was."""
 SAME_PART = 1 / 3
@@ -181,7 +184,7 @@ def _lead(
 def find_tree(sites: Sequence[Set], measure: Measure) -> FittedTree:
     """Measure until there is nothing new to look at, then again what the tree rests on, and what is off it."""
     everyone = _everyone(sites)
-    pairs = list(_rounds_of_pairs(sites))
+    pairs = _rounds_of_pairs(sites)
     rounds = [measure(flows) for flows in (*pairs, *pairs[:: max(1, len(pairs) // NUM_LOOKS)])]  # some twice: the noise
     fit = partial(fit_tree, len(everyone), sites=sites)
     tree = fit(rounds, known=_sides(sites, lambda _: everyone))
@@ -242,7 +245,7 @@ def measure_again(port: Port, communicator: Communicator, *, stream: int) -> Top
 def look_at(known: Topology, sites: Sequence[Set], measure: Measure) -> float:
     """Measure a few rounds; return by how much, as a part, one of four flows is off ``known``, or more."""
     firsts = sorted(host.ranks[0].rank for host in known.hosts)
-    looks = list(_rounds_of_pairs(sites))
+    looks = _rounds_of_pairs(sites)
     looks = looks[:: max(1, len(looks) // NUM_LOOKS)][:NUM_LOOKS]
     looks += _rounds_across_all(_switches(known, firsts)[:NUM_LOOKS], sites)
     off = [
@@ -258,7 +261,7 @@ def flows_of_links(
 ) -> tuple[list[tuple[Flow, ...]], list[tuple[Flow, ...]]]:
     """Return rounds of pairs, and rounds that fill the links between switches, twice; ``ranks[k]`` is of host k."""
     across = _rounds_across_all(_switches(known, ranks), sites)
-    return list(_rounds_of_pairs(sites)), [*across, *across]
+    return _rounds_of_pairs(sites), [*across, *across]
 
 
 def _switches(known: Topology, ranks: Sequence[int]) -> list[Set]:
@@ -314,11 +317,26 @@ def _both_ways(rounds: Iterable[tuple[Flow, ...]]) -> Iterator[tuple[Flow, ...]]
         yield tuple((target, source) for source, target in flows)
 
 
-def _rounds_of_pairs(sites: Sequence[Set]) -> Iterator[tuple[Flow, ...]]:
-    """Yield rounds of pairs that share no host: each two of a site, all sites at once, and then as many of each two."""
-    near = zip_longest(*(_tournament(sorted(site)) for site in sites), fillvalue=())
+def _rounds_of_pairs(sites: Sequence[Set]) -> list[tuple[Flow, ...]]:
+    """Return rounds of pairs that share no host: each two of a site, all sites at once, and then as many of each two.
+
+    Each two of a site speak both ways, but of many hosts most one way only: there is enough then that tells of a link.
+    """
+    near = filter(None, map(_joined, zip_longest(*(_tournament(sorted(site)) for site in sites), fillvalue=())))
     far = ((zip(sorted(one), sorted(other), strict=False) for one, other in pairs) for pairs in _tournament(sites))
-    yield from _both_ways(filter(None, (tuple(chain(*flows)) for flows in chain(near, far))))
+    ways = [_two_ways(number, flows) for number, flows in enumerate(near)]
+    there, back = [there for there, _ in ways], [back for _, back in ways]
+    return [*there, *back[: max(0, NUM_BOTH_WAYS - len(there))], *_both_ways(filter(None, map(_joined, far)))]
+
+
+def _joined(flows: Iterable[Iterable[Flow]]) -> tuple[Flow, ...]:
+    return tuple(chain(*flows))
+
+
+def _two_ways(number: int, flows: tuple[Flow, ...]) -> tuple[tuple[Flow, ...], tuple[Flow, ...]]:
+    """Return these flows and their reverse, in turns: so a host sends in as many rounds as it receives."""
+    back = tuple((target, source) for source, target in flows)
+    return (back, flows) if number % 2 else (flows, back)
 
 
 def _tournament(players: Sequence[Player]) -> Iterator[tuple[tuple[Player, Player], ...]]:

@@ -34,7 +34,7 @@ NUM_OF_A_SIZE = 8
 NUM_UNDER_WAY = 3
 NUM_LEAST = 30
 """So many are sent even if it is late: of fewer, too much is what a link lets pass at once after a pause."""
-LATE = 4.0
+LATE = 2.5
 """But not after so many times what was ordered."""
 MOST_MESSAGES = 1 << 13
 WARM_PART, FAR_WARM_PART = 0.3, 0.6
@@ -79,6 +79,7 @@ class _Sending:
 class _Receiving:
     begin_s: float
     end_s: float
+    latest_s: float
     round_trip_s: float
     expected: int | None = None
     posted: int = 0
@@ -182,7 +183,9 @@ class Prober:
     ) -> None:
         begin_s = self._now_s()
         for source, trip_s in sources:
-            self._receiving[number, source] = _Receiving(begin_s=begin_s, end_s=begin_s + flow_s, round_trip_s=trip_s)
+            self._receiving[number, source] = _Receiving(
+                begin_s=begin_s, end_s=begin_s + flow_s, latest_s=begin_s + late_s, round_trip_s=trip_s
+            )
             self._post(number, source)
         for target, trip_s in targets:
             self._sending[number, target] = _Sending(
@@ -256,8 +259,9 @@ def _rate(flow: _Receiving) -> float:
     times_s = [flow.begin_s, *(landed_s for landed_s, _ in flow.landed)]
     sums = [0, *accumulate(size for _, size in flow.landed)]
     is_far = flow.round_trip_s >= FAR_S
-    # Far flows all count until the same time: one that goes on for its least has the link of those that have ended.
-    end_s = min(flow.end_s if is_far else max(flow.end_s, *times_s[: NUM_LEAST + 1]), times_s[-1])
+    # Flows that share a link count until the same time: what lands later had the link of those that have ended.
+    least_s = flow.end_s if is_far else min(max(flow.end_s, *times_s[: NUM_LEAST + 1]), flow.latest_s)
+    end_s = min(least_s, times_s[-1])
     warm_part = FAR_WARM_PART if is_far else WARM_PART
     begin_s = flow.begin_s + warm_part * (end_s - flow.begin_s)
     first, last = np.interp((begin_s, end_s), times_s, sums)

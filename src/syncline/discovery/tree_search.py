@@ -16,9 +16,11 @@ many hosts above it as below.
 from __future__ import annotations
 
 import math
+import statistics
 import string
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -42,8 +44,8 @@ MOST_NEAR = 4
 """A node may be joined with so many of those that are nearest to it."""
 _MOST_OF_TWO = 1.645 * math.sqrt(2)
 """Of two normal values nine in ten differ by less than so many deviations of one."""
-_FULL = 0.85
-"""A link was full in the rounds in which it carried at least this part of the most that it ever did."""
+_FULL, NUM_MEANS = 0.85, 4
+"""A link was full in the rounds in which it carried at least this part of its rate, which is their mean."""
 _LEAST = 1e-9
 DOUBT = 0.2
 """A tree or a round is in doubt where flows are off by more than this part: other traffic was there, or hosts busy."""
@@ -51,6 +53,8 @@ MANY = 3
 """One flow of so many may be timed wrongly, and their sum is hardly off."""
 ALIKE = 1.25
 """Rates that differ by less are told as one."""
+SAME = 1.12
+"""And rates that differ by less are taken for one, since flows of one link differ by as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +132,8 @@ class _Evidence:
     """The rounds as arrays: (round, flow), padded with flows of no host.
 
     Hosts' links are the same in every tree: most carry one flow of a round, which is a cap on that flow, and only those
-    that carry more are shared as switches' links are.
+    that carry more are shared as switches' links are. So is what all flows of a round have together, wherever they go:
+    a switch can forward so much, or the machine that an emulated network is on. Without it racks would explain that.
     """
 
     def __init__(self, num_hosts: int, rounds: Sequence[Round], noise: float, sites: Sequence[Set]) -> None:
@@ -148,8 +153,10 @@ class _Evidence:
         most = is_shared.sum(axis=1).max()
         places = np.argsort(~is_shared, axis=1, kind="stable")[:, :most]  # of each round's shared links
         self._caps = np.where(crosses & ~is_shared[:, None, :], self._host_rates, np.inf).min(axis=2)
-        self._shared = np.take_along_axis(crosses & is_shared[:, None, :], places[:, None, :], axis=2)
-        self._shared_rates = self._host_rates[places]
+        shared = np.take_along_axis(crosses & is_shared[:, None, :], places[:, None, :], axis=2)
+        together = np.broadcast_to(_rates_of(self._rates.sum(axis=1, keepdims=True)), (len(rounds), 1))
+        self._shared = np.concatenate([shared, self._is_real[:, :, None]], axis=2)
+        self._shared_rates = np.concatenate([self._host_rates[places], together], axis=1)
 
     def score(self, switches: frozenset[Set]) -> float:
         """Return how badly these switches explain what was measured; less is better."""
@@ -205,10 +212,16 @@ def huber_losses(errors: np.ndarray) -> np.ndarray:
 
 
 def _rates_of(carried: np.ndarray) -> np.ndarray:
-    """Return each link's rate from what it carried (round, link): the mean of the rounds in which it was full."""
-    most = carried.max(axis=0)
-    is_full = np.asarray(carried >= _FULL * most)
-    return np.where(most > 0, (carried * is_full).sum(axis=0) / np.maximum(is_full.sum(axis=0), 1), np.inf)
+    """Return each link's rate from what it carried (round, link): the mean of the rounds in which it was full.
+
+    The most of many rounds is far above the rate where flows are noisy, and few come near it: so which were full is
+    asked again by the mean of those that were, until it hardly moves.
+    """
+    rates = carried.max(axis=0)
+    for _ in range(NUM_MEANS):
+        is_full = np.asarray(carried >= _FULL * rates)
+        rates = (carried * is_full).sum(axis=0) / np.maximum(is_full.sum(axis=0), 1)
+    return np.where(rates > 0, rates, np.inf)
 
 
 def _plausible(num_hosts: int, rounds: Sequence[Round]) -> list[Round]:
@@ -279,15 +292,15 @@ def _nearness(num_hosts: int, rounds: Sequence[Round]) -> np.ndarray:
 
     Two that never spoke are not near: they are of other sites.
     """
-    pairs = np.full((num_hosts, num_hosts), np.inf)
+    pairs = np.full((num_hosts, num_hosts), np.nan)
     for each in rounds:
         if len({host for flow in each.flows for host in flow}) == 2 * len(each.flows):  # each host in one flow
             for (source, target), rate in zip(each.flows, each.rates, strict=True):
-                pairs[source, target] = min(pairs[source, target], rate)
-    most = np.where(np.isinf(pairs), 0.0, pairs)
-    able = np.minimum(most.max(axis=1)[:, None], most.max(axis=0)[None, :])
-    part = most / able
-    return np.asarray(np.sqrt(part * part.T))
+                pairs[source, target] = np.fmin(pairs[source, target], rate)
+    most = np.nan_to_num(pairs)
+    part = pairs / np.minimum(most.max(axis=1)[:, None], most.max(axis=0)[None, :])
+    of_two = np.where(np.isnan(part + part.T), np.fmin(part, part.T), np.sqrt(part * part.T))
+    return np.asarray(np.nan_to_num(of_two))
 
 
 def _between(near: np.ndarray, nodes: Sequence[Set]) -> np.ndarray:
@@ -371,6 +384,7 @@ def build_topology(tree: FittedTree, flat: Topology, *, name: str) -> Topology:
 
     ``flat.hosts[k]`` is the tree's host k.
     """
+    tree = _with_rates_alike(tree)
     sides = _downward(tree)
     taken = {node.name for node in flat.walk()}
     names = (each for each in _switch_names() if each not in taken)
@@ -391,22 +405,49 @@ def build_topology(tree: FittedTree, flat: Topology, *, name: str) -> Topology:
     return Topology(name=name, root=build(frozenset(range(tree.num_hosts)), None, root))
 
 
+def _with_rates_alike(tree: FittedTree) -> FittedTree:
+    """Return the tree in which rates that are near each other are the same: their mean, to three digits.
+
+    What is a few hundredths off is noise, and where no two links are alike a plan has ten times as many messages.
+    """
+    groups = [[math.log(rate)] for rate in sorted({*tree.up.values(), *tree.down.values()})]
+    while near := [
+        (statistics.fmean(above) - statistics.fmean(below), place)
+        for place, (below, above) in enumerate(pairwise(groups))
+        if above[-1] - below[0] <= math.log(SAME)
+    ]:
+        _, place = min(near)
+        groups[place] += groups.pop(place + 1)
+    mean = {each: _three_digits(math.exp(statistics.fmean(group))) for group in groups for each in group}
+    up, down = ({node: mean[math.log(rate)] for node, rate in rates.items()} for rates in (tree.up, tree.down))
+    return replace(tree, up=up, down=down)
+
+
+def _three_digits(bytes_per_s: float) -> float:
+    return float(f"{8 * bytes_per_s:.3g}") / 8
+
+
 def _downward(tree: FittedTree) -> dict[Set, Link]:
     """Return the link above each switch, as the set of hosts below it: the side with fewer hosts.
 
-    Where one link divides all, both sides get a switch: two racks look like two racks.
+    Hosts beside racks get a switch of their own, as two racks are found by one link. It carries what the others do.
     """
     everyone = frozenset(range(tree.num_hosts))
     links: dict[Set, Link] = {}
     for switch in tree.switches:
         link = Link(up_bytes_per_s=tree.up[switch], down_bytes_per_s=tree.down[switch])
         below = min(switch, everyone - switch, key=lambda side: (len(side), min(side)))
-        links[below] = link if below == switch else _turned(link)
-    if len(links) == 1:
-        ((below, link),) = links.items()
-        if len(everyone - below) > 1:
-            links[everyone - below] = _turned(link)
-    return {below: link for below, link in links.items() if len(below) > 1}
+        if len(below) > 1:
+            links[below] = link if below == switch else _turned(link)
+    racks = [node for node in children(tree.num_hosts, links, everyone) if node in links]
+    beside = everyone.difference(*racks)
+    if racks and len(beside) > 1:
+        up, down = (sum(rates[frozenset((host,))] for host in beside) for rates in (tree.up, tree.down))
+        links[beside] = Link(
+            up_bytes_per_s=min(up, sum(links[rack].down_bytes_per_s for rack in racks)),
+            down_bytes_per_s=min(down, sum(links[rack].up_bytes_per_s for rack in racks)),
+        )
+    return links
 
 
 def _turned(link: Link) -> Link:
