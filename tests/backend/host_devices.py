@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from syncline.backend.group_state import GroupState
 from syncline.backend.group_streams import GroupStreams
-from syncline.backend.inner_groups import DevicePlace, TorchInnerGroup
+from syncline.backend.inner_groups import DevicePlace, InnerGroup
 from syncline.fabric.slice_executor import NUM_STREAMS
 from thread_device import WAIT_S, ThreadDevice
 from thread_fleets import run_fleets
@@ -35,7 +35,7 @@ class GlooBackend:
 
     def open(self, store: Any, *, rank: int, size: int, timeout_s: float) -> Any:
         backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
-        self.opened.append(TorchInnerGroup(backend))
+        self.opened.append(InnerGroup(backend))
         return self.opened[-1]
 
 

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from syncline.backend.call_work import CallWork, CompletionThreads
 from syncline.backend.group_streams import GroupStreams
 from syncline.backend.hierarchical import HierarchicalCollectives, Layers, open_layers
-from syncline.backend.inner_groups import InnerBackend, NcclBackend
+from syncline.backend.inner_groups import NcclBackend
 from syncline.backend.point_to_point import PointToPoint, Receive
 from syncline.fabric.progress import ELSEWHERE, STEP
 from syncline.last_words import note
@@ -79,7 +79,7 @@ class GroupState:
         timeout_s: float,
         store: Any,
         copier: DeviceCopier | None = None,
-        inner: InnerBackend | None = None,
+        inner: NcclBackend | None = None,
         streams: GroupStreams | None = None,
         world: GroupState | None = None,
         uses_shared_memory: bool = True,

@@ -27,9 +27,9 @@ from syncline.backend.group_streams import GroupStreams
 from syncline.backend.inner_groups import (
     PLACE_BYTES,
     DevicePlace,
-    InnerBackend,
     InnerGroup,
     InnerOperation,
+    NcclBackend,
     divide_by_hosts,
 )
 from syncline.errors import (
@@ -129,7 +129,7 @@ def open_layers(
     world: Communicator,
     streams: GroupStreams,
     copier: DeviceCopier,
-    backend: InnerBackend,
+    backend: NcclBackend,
     timeout_s: float,
 ) -> Layers | None:
     """Open layers if all ranks of the group can use them, which all of them ask at once; else return None.

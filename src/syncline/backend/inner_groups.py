@@ -7,7 +7,7 @@ Which ranks they join is decided here, from where each rank's tensors lie; what 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,60 +58,35 @@ def divide_by_hosts(places: Sequence[DevicePlace]) -> tuple[tuple[int, ...], ...
     return tuple(tuple(ranks) for ranks in hosts.values())
 
 
-class InnerGroup(Protocol):
-    """One rank's part in a process group of a host's devices; each method is called in the same order on all ranks.
+class InnerGroup:
+    """One rank's part in a process group of a host's devices, by a backend of ``torch.distributed``.
 
-    What it queues begins behind the current stream, which then waits for it.
+    Each method is called in the same order on all ranks. What it queues begins behind the current stream, which then
+    waits for it.
     """
-
-    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, operation: InnerOperation) -> None:
-        """Make ``output`` of rank k part k of what the ``operation`` makes of all ranks' ``source``; both are flat."""
-
-    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
-        """Make ``output`` all ranks' ``source``, in their order; both are flat."""
-
-    def close(self) -> None:
-        """Release it, when what was queued is done."""
-
-    def abort(self) -> None:
-        """Break off what is under way, and release it; from any thread."""
-
-
-class InnerBackend(Protocol):
-    """What opens inner groups for one kind of device."""
-
-    def find_place(self, device: torch.device) -> DevicePlace:
-        """Return where ``device`` is."""
-
-    def open(self, store: Any, *, rank: int, size: int, timeout_s: float) -> InnerGroup:
-        """Open a group; its ranks meet in ``store``, which they use for nothing else."""
-
-
-class TorchInnerGroup:
-    """An inner group that a backend of ``torch.distributed`` makes."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, operation: InnerOperation) -> None:
-        """Reduce and scatter by the backend."""
+        """Make ``output`` of rank k part k of what the ``operation`` makes of all ranks' ``source``; both are flat."""
         reduce_into(self._backend, output, source, getattr(dist.ReduceOp, operation.upper())).wait()
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
-        """Gather by the backend."""
+        """Make ``output`` all ranks' ``source``, in their order; both are flat."""
         gather_into(self._backend, output, source).wait()
 
     def close(self) -> None:
-        """Shut the backend down."""
+        """Release it, when what was queued is done."""
         self._backend.shutdown()
 
     def abort(self) -> None:
-        """Abort what the backend does."""
+        """Break off what is under way, and release it; from any thread."""
         self._backend.abort()
 
 
 class NcclBackend:
-    """NCCL, as PyTorch has it; a group reaches for its GPU with its first collective."""
+    """Opens inner groups of NCCL, as PyTorch has it; a group reaches for its GPU with its first collective."""
 
     def find_place(self, device: torch.device) -> DevicePlace:
         """Return the GPU's own number, which containers do not change; an empty place without NCCL."""
@@ -119,6 +94,6 @@ class NcclBackend:
             return DevicePlace(host="", device="")
         return DevicePlace(host=machine_name(), device=str(torch.cuda.get_device_properties(device).uuid))
 
-    def open(self, store: Any, *, rank: int, size: int, timeout_s: float) -> TorchInnerGroup:
-        """Open a group of NCCL's."""
-        return TorchInnerGroup(nccl_group(store, rank, size, timeout_s=timeout_s))
+    def open(self, store: Any, *, rank: int, size: int, timeout_s: float) -> InnerGroup:
+        """Open a group; its ranks meet in ``store``, which they use for nothing else."""
+        return InnerGroup(nccl_group(store, rank, size, timeout_s=timeout_s))
