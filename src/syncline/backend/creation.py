@@ -162,7 +162,7 @@ def _restrict(environment: Environment, ranks: list[int]) -> Environment:
 
 
 def _connect(environment: Environment, torch_store: Any) -> Communicator:
-    store: TorchStore | LocalStore = LocalStore()
+    store: TorchStore = LocalStore()
     if environment.world_size > 1:
         store = TorchStore(PrefixStore("syncline", torch_store))
         environment = choose_interface(environment, store, torch_store)

@@ -11,9 +11,8 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cache, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -83,8 +82,7 @@ def _settings_of(given: dict[str, Any], names: tuple[str, ...]) -> list[Any]:
     return [{_SETTINGS[one]: given[one] for one in names if given.get(one) is not None}]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Shown:
+class _Shown(NamedTuple):
     """How a call is shown: as the operator of C++ that it would be, and in it the work."""
 
     operator: str
@@ -96,42 +94,38 @@ class _Shown:
     """How many of the first values are tensors; shapes within lists are not shown."""
 
 
-def _shown(operator: str, num_inputs: int, work: str, source: int | None = 0, num_single: int = 0) -> _Shown:
-    return _Shown(operator=operator, num_inputs=num_inputs, work=work, source=source, num_single=num_single)
-
-
-_GATHER = _shown("_allgather_base_", 5, "all_gather", 1, 2)
-_GATHER_COALESCED = _shown("allgather_into_tensor_coalesced_", 4, "all_gather", 1)
-_SCATTER = _shown("_reduce_scatter_base_", 6, "reduce_scatter", 1, 2)
-_SCATTER_COALESCED = _shown("reduce_scatter_tensor_coalesced_", 6, "reduce_scatter", 1)
-_EXCHANGE = _shown("alltoall_base_", 7, "all_to_all", 1, 2)
+_GATHER = _Shown("_allgather_base_", 5, "all_gather", 1, 2)
+_GATHER_COALESCED = _Shown("allgather_into_tensor_coalesced_", 4, "all_gather", 1)
+_SCATTER = _Shown("_reduce_scatter_base_", 6, "reduce_scatter", 1, 2)
+_SCATTER_COALESCED = _Shown("reduce_scatter_tensor_coalesced_", 6, "reduce_scatter", 1)
+_EXCHANGE = _Shown("alltoall_base_", 7, "all_to_all", 1, 2)
 
 
 CALLS = {
-    "allreduce": _shown("allreduce_", 6, "all_reduce"),
-    "allreduce_coalesced": _shown("allreduce_coalesced_", 5, "all_reduce"),
-    "broadcast": _shown("broadcast_", 6, "broadcast"),
-    "reduce": _shown("reduce_", 7, "reduce"),
-    "allgather": _shown("allgather_", 5, "all_gather", 1),
-    "allgather_coalesced": _shown("allgather_coalesced_", 4, "all_gather", 1),
+    "allreduce": _Shown("allreduce_", 6, "all_reduce"),
+    "allreduce_coalesced": _Shown("allreduce_coalesced_", 5, "all_reduce"),
+    "broadcast": _Shown("broadcast_", 6, "broadcast"),
+    "reduce": _Shown("reduce_", 7, "reduce"),
+    "allgather": _Shown("allgather_", 5, "all_gather", 1),
+    "allgather_coalesced": _Shown("allgather_coalesced_", 4, "all_gather", 1),
     "all_gather_single": _GATHER,
     "_allgather_base": _GATHER,
     "all_gather_single_coalesced": _GATHER_COALESCED,
     "allgather_into_tensor_coalesced": _GATHER_COALESCED,
-    "gather": _shown("gather_", 6, "gather", 1),
-    "scatter": _shown("scatter_", 6, "scatter", 1),
-    "reduce_scatter": _shown("reduce_scatter_", 6, "reduce_scatter", 1),
+    "gather": _Shown("gather_", 6, "gather", 1),
+    "scatter": _Shown("scatter_", 6, "scatter", 1),
+    "reduce_scatter": _Shown("reduce_scatter_", 6, "reduce_scatter", 1),
     "reduce_scatter_single": _SCATTER,
     "_reduce_scatter_base": _SCATTER,
     "reduce_scatter_single_coalesced": _SCATTER_COALESCED,
     "reduce_scatter_tensor_coalesced": _SCATTER_COALESCED,
-    "alltoall": _shown("alltoall_", 5, "all_to_all", 1),
+    "alltoall": _Shown("alltoall_", 5, "all_to_all", 1),
     "all_to_all_single": _EXCHANGE,
     "alltoall_base": _EXCHANGE,
-    "barrier": _shown("barrier", 5, "barrier", None),
-    "send": _shown("send", 4, "send"),
-    "recv": _shown("recv_", 4, "recv"),
-    "recv_anysource": _shown("recv_any_source_", 3, "recvAnySource"),
+    "barrier": _Shown("barrier", 5, "barrier", None),
+    "send": _Shown("send", 4, "send"),
+    "recv": _Shown("recv_", 4, "recv"),
+    "recv_anysource": _Shown("recv_any_source_", 3, "recvAnySource"),
 }
 """Of a group, and how they are shown."""
 
