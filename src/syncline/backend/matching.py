@@ -122,7 +122,3 @@ class MessageMatcher(Generic[R]):
             self._heads[key] = kept
         else:
             self._heads.pop(key, None)
-
-    def unexpected(self, source: int) -> list[MessageHead]:
-        """Return the messages of ``source`` that nobody has asked for."""
-        return [head for key, heads in self._heads.items() if key[0] == source for _, head in heads]
