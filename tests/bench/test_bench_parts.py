@@ -46,7 +46,7 @@ def test_an_order_reaches_the_ranks_in_a_file(name):
 
 
 def test_a_task_survives_its_file(tmp_path):
-    task = Task(experiment="collectives", order="interleaved", sizes_bytes=(4, 8), peers=("gloo",), planners=("ring",))
+    task = Task(experiment="collectives", sizes_bytes=(4, 8), peers=("gloo",), planners=("ring",))
     task.save(tmp_path / "task.json")
     assert Task.load(tmp_path / "task.json") == task
 
@@ -72,7 +72,7 @@ def test_a_pace_without_rounds_is_refused(wrong):
 
 def test_a_task_that_measures_nothing_is_refused():
     with pytest.raises(ConfigurationError, match="at least"):
-        Task(experiment="collectives", order="topology", sizes_bytes=(3,))
+        Task(experiment="collectives", sizes_bytes=(3,))
 
 
 def run_at(pace, elapsed_s):
@@ -145,7 +145,7 @@ def test_rows_that_came_before_a_run_broke_are_recorded(status, tmp_path, monkey
 
     monkeypatch.setattr(bench, "_launch", launch)
     orders = ["interleaved", "topology"]
-    task = Task(experiment="training", order="topology")
+    task = Task(experiment="training")
     what = "was interrupted" if status == 130 else "ended with status 1"
     with pytest.raises(LaunchError, match=rf"in interleaved order {what}.* what was measured before is recorded"):
         bench.measure(task, [Topology.load("flat-8")], bench.Settings(loopback=True, record=tmp_path))

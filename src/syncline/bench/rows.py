@@ -27,7 +27,7 @@ class Row:
 
     subject: str
     """The name of a collective, or ``training step``."""
-    order: Order
+    order: Order = "topology"
     size_bytes: int
     method: str
     times_s: tuple[float, ...]

@@ -49,11 +49,11 @@ class Place:
 def run_orders(
     task: Task, topology: Topology, orders: Sequence[Order], place: Place, *, report: Callable[[str], None]
 ) -> Iterator[Row]:
-    """Run ``task`` in each order of ranks; rows name the topology. :class:`LaunchError` after those of a broken run."""
+    """Run ``task`` in each order of ranks, which rows name; :class:`LaunchError` after those of a broken run."""
     for order in orders:
         report(f"{task.experiment} on {topology.name}, {topology.num_ranks} ranks in {order} order, {place.name}")
-        for row in _run(replace(task, order=order), in_order(topology, order), place, report):
-            yield replace(row, topology=topology.name)
+        for row in _run(task, in_order(topology, order), order, place, report):
+            yield replace(row, topology=topology.name, order=order)
 
 
 def collect_rows(runs: Iterable[Iterable[Row]]) -> tuple[list[Row], LaunchError | None]:
@@ -67,7 +67,7 @@ def collect_rows(runs: Iterable[Iterable[Row]]) -> tuple[list[Row], LaunchError 
     return rows, None
 
 
-def _run(task: Task, topology: Topology, place: Place, report: Callable[[str], None]) -> Iterator[Row]:
+def _run(task: Task, topology: Topology, order: Order, place: Place, report: Callable[[str], None]) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="syncline-") as folder:
         task_file, rows_file = Path(folder) / "task.json", Path(folder) / "rows.json"
         task.save(task_file)
@@ -81,10 +81,10 @@ def _run(task: Task, topology: Topology, place: Place, report: Callable[[str], N
         rows = load_rows(rows_file) if rows_file.exists() else []
     yield from rows if place.launch_on_loopback is None else map(_without_rates, rows)
     if status == 128 + signal.SIGINT:
-        raise LaunchError(f"the benchmark of {task.experiment} in {task.order} order was interrupted")
+        raise LaunchError(f"the benchmark of {task.experiment} in {order} order was interrupted")
     if status or not rows:
         raise LaunchError(
-            f"the benchmark of {task.experiment} in {task.order} order ended with status {status}; what the ranks "
+            f"the benchmark of {task.experiment} in {order} order ended with status {status}; what the ranks "
             "said stands above"
         )
 

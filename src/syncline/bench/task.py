@@ -95,10 +95,9 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One run of all ranks: an experiment in one order of ranks."""
+    """What all ranks measure in one run."""
 
     experiment: Experiment
-    order: Order
     collectives: tuple[CollectiveName, ...] = ("all-reduce",)
     sizes_bytes: tuple[int, ...] = ()
     pace: Pace = field(default_factory=Pace)

@@ -113,7 +113,6 @@ def collectives(
     """All-reduce, reduce-scatter and all-gather: Syncline and gloo."""
     task = Task(
         experiment="collectives",
-        order="topology",
         collectives=_check_collectives(names or ()),
         sizes_bytes=tuple(parse_size(text) for text in sizes or DEFAULT_SIZES),
         pace=settings.pace,
@@ -136,7 +135,6 @@ def training(
     """Training steps: Syncline, DDP, DDP with ZeroRedundancyOptimizer, FSDP2 and PostLocalSGD over gloo."""
     task = Task(
         experiment="training",
-        order="topology",
         pace=settings.pace,
         peers=choose_peers("training", settings.peers or ()),
         shape=ModelShape(num_blocks=blocks, width=width, batch_size=batch),

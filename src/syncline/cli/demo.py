@@ -162,7 +162,6 @@ def compare(network: Topology, method: str, *, pace: Pace = COMPARED_PACE) -> No
     console.print("\n[bold]The same GPT on an emulated network of these rates[/], by Syncline and by DDP in turns\n")
     task = Task(
         experiment="training",
-        order="topology",
         pace=pace,
         peers=("ddp",),
         methods=(method,),

@@ -92,7 +92,6 @@ def _measure(task: Task, fleet: Fleet, meter: LinkMeter, name: CollectiveName, s
     return [
         Row(
             subject=name,
-            order=task.order,
             size_bytes=num_bytes,
             method=method,
             times_s=seconds[method],

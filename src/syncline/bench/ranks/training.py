@@ -227,7 +227,6 @@ def _row(task: Task, fleet: Fleet, name: str, num_bytes: int, seconds: tuple[flo
     per_step = carried.per_step(task.num_steps)
     return Row(
         subject="training step",
-        order=task.order,
         size_bytes=num_bytes,
         method=name,
         times_s=seconds,
