@@ -8,10 +8,11 @@ import pytest
 
 from rank_scripts import run_script
 from syncline.errors import ConfigurationError
-from syncline.pytorch.environment import Arguments, GroupPlace, find_group, read_environment
+from syncline.pytorch.environment import Arguments, find_group, read_environment
+from syncline.pytorch.launchers import Place
 
 SCRIPT = Path(__file__).with_name("existing_group_process.py")
-GROUP = GroupPlace(rank=1, world_size=3, address="10.0.0.9")
+GROUP = Place(rank=1, world_size=3, source="the group", master_address="10.0.0.9")
 
 
 @pytest.mark.parametrize("kind", ["file", "store"])
@@ -35,7 +36,7 @@ def test_the_groups_place_and_address_count(values: dict[str, str]) -> None:
 
 
 def test_a_group_that_met_at_a_file_leaves_the_address_to_the_variable() -> None:
-    group = GroupPlace(rank=1, world_size=3, address=None)
+    group = Place(rank=1, world_size=3, source="the group")
     assert read_environment({"MASTER_ADDR": "10.0.0.7"}, group=group).master_address == "10.0.0.7"
     assert read_environment({}, group=group).master_address is None
 

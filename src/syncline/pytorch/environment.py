@@ -152,7 +152,7 @@ def read_environment(
     variables: Mapping[str, str] | None = None,
     given: Arguments | None = None,
     *,
-    group: GroupPlace | None = None,
+    group: Place | None = None,
     has_store: bool = False,
 ) -> Environment:
     """Choose and check every setting; :class:`ConfigurationError` names the argument or variable that is wrong.
@@ -200,11 +200,11 @@ def _variable_of(name: str) -> str:
     return f"SYNCLINE_{name.removesuffix('_s').upper()}"
 
 
-def _choose_place(values: Mapping[str, str], said: Arguments, group: GroupPlace | None) -> Place:
+def _choose_place(values: Mapping[str, str], said: Arguments, group: Place | None) -> Place:
     rank, world_size = said.rank, said.world_size
     if group is not None:
         check_same(group, values, rank=rank, world_size=world_size)
-        return Place(rank=group.rank, world_size=group.world_size, source="the process group's size")
+        return group
     if rank is None and world_size is None:
         return find_place(values)
     if rank is None or world_size is None:
@@ -217,13 +217,13 @@ def _choose_place(values: Mapping[str, str], said: Arguments, group: GroupPlace 
 
 
 def _choose_master(
-    values: Mapping[str, str], chosen: Mapping[str, Any], place: Place, group: GroupPlace | None
+    values: Mapping[str, str], chosen: Mapping[str, Any], place: Place, group: Place | None
 ) -> tuple[str | None, int | None]:
     """Return where rank 0 serves the store; a job of one rank need not say, nor one whose process group has a store."""
     if master := chosen["master"]:
         return parse_endpoint(master, default_port=DEFAULT_MASTER_PORT, what="master")
     if group is not None:
-        return group.address or without_brackets(values.get("MASTER_ADDR", "")) or None, None
+        return group.master_address or without_brackets(values.get("MASTER_ADDR", "")) or None, None
     address = without_brackets(values.get("MASTER_ADDR", "")) or place.master_address
     ports = parse_ports(chosen["ports"] or "")
     port = whole_number(values, "MASTER_PORT", ports[0] if ports and place.master_port else place.master_port or 0)
@@ -236,7 +236,7 @@ def _choose_master(
     return address, port or None
 
 
-def _choose_join(chosen: Mapping[str, Any], said: Arguments, group: GroupPlace | None) -> tuple[tuple[str, int], ...]:
+def _choose_join(chosen: Mapping[str, Any], said: Arguments, group: Place | None) -> tuple[tuple[str, int], ...]:
     """Return the members to ask; a newcomer has no rank yet, whatever a launcher says."""
     has_place = group is not None or said.rank is not None or said.world_size is not None
     text = said.join if has_place else chosen["join"]
@@ -333,23 +333,19 @@ def _choose_seconds(chosen: Mapping[str, Any], name: str, default: float) -> flo
     return seconds
 
 
-class GroupPlace(NamedTuple):
-    """This process's place in the default process group."""
-
-    rank: int
-    world_size: int
-    address: str | None
-    """The host that serves the group's store; None if the store is a file, or in memory."""
-
-
-def find_group() -> GroupPlace | None:
-    """Return the place in the default process group; None if there is no such group."""
+def find_group() -> Place | None:
+    """Return the place in the default process group, whose master serves its store; None if there is no such group."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    return GroupPlace(rank=dist.get_rank(), world_size=dist.get_world_size(), address=address_of(default_store()))
+    return Place(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        source="the process group's size",
+        master_address=address_of(default_store()),
+    )
 
 
-def check_same(group: GroupPlace, values: Mapping[str, str], *, rank: int | None, world_size: int | None) -> None:
+def check_same(group: Place, values: Mapping[str, str], *, rank: int | None, world_size: int | None) -> None:
     """Raise :class:`ConfigurationError` if the arguments, or else RANK and WORLD_SIZE, are not those of the group.
 
     Slurm's and MPI's variables are not compared: what starts Ray leaves them to all that Ray starts.

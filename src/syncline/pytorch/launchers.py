@@ -44,7 +44,7 @@ class Place(NamedTuple):
     rank: int
     world_size: int
     source: str
-    """The variable that says how many ranks there are."""
+    """What says how many ranks there are, mostly a variable."""
     local_rank: int | None = None
     """Its number among the processes of its host, None if the launcher does not say."""
     local_world_size: int | None = None
