@@ -174,7 +174,7 @@ class Recovery:
         self._watchers.append(watcher)
 
     def recover(self, error: BaseException) -> None:
-        """Go on in a new epoch after ``error``, or raise it if it is no loss; see :data:`~syncline.updates.Recover`.
+        """Go on in a new epoch after ``error``, or raise it if it is no loss: ``recover`` of every setting.
 
         Raises :class:`QuorumLostError` where this rank does not go on.
         """

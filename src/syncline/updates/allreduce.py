@@ -26,8 +26,9 @@ from syncline.updates.combinations import (
     Combination,
 )
 from syncline.updates.compression import Compress, compress
+from syncline.updates.elastic_calls import recovering
 from syncline.updates.report import PendingReport
-from syncline.updates.rule import Setting, WholeRule, WholeUpdater, recovering
+from syncline.updates.rule import Setting, WholeRule, WholeUpdater
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

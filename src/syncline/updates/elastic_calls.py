@@ -11,20 +11,34 @@ is such a call: it is told when the reductions of its pass are over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
+from syncline.members import LOSSES
 from syncline.members.job_record import NO_FLAGS, Flags
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
 from syncline.schedule import Collective
 from syncline.updates.control import ControlStream
 from syncline.updates.report import Notes, PendingReport, StepReports, encode
-from syncline.updates.rule import Recover, recovering
 
+Recover = Callable[[BaseException], None]
+"""Called on the training thread with what a collective of this epoch ended with: raises it if it is no loss, or if this
+rank does not go on. Else it returns in a new epoch: ``collectives`` move buckets among the members that are left, and
+:meth:`~syncline.updates.rule.Updater.resume` was called."""
 Positions = tuple[int, tuple[int, ...]]
 """The number of the first call that is kept, and for each from there on the bytes of its result; -1 for one without."""
+
+
+@contextmanager
+def recovering(recover: Recover) -> Iterator[None]:
+    """Let what is called within end with the loss of ranks: who calls it then looks where it stands, and goes on."""
+    try:
+        yield
+    except LOSSES as error:
+        recover(error)
 
 
 class ElasticCall(Work):
@@ -103,7 +117,7 @@ class ElasticControlStream(ControlStream):
     """A control stream that goes on in the next epoch; made on the communicator of the current one.
 
     ``recover`` is called on the training thread when a call has ended with a loss (see
-    :data:`~syncline.updates.rule.Recover`); what it does moves this stream: :meth:`enter`, then :meth:`settle`.
+    :data:`Recover`); what it does moves this stream: :meth:`enter`, then :meth:`settle`.
     ``num_places``: how many ranks the fabric has, members or not. ``job`` is the communicator of all members, where
     this is one of some of them.
     """

@@ -30,10 +30,10 @@ from syncline.updates.allreduce import ElasticAllReduceUpdater
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketSchedule
 from syncline.updates.control import ControlStream
-from syncline.updates.elastic_calls import ElasticControlStream, ElasticReports
+from syncline.updates.elastic_calls import ElasticControlStream, ElasticReports, recovering
 from syncline.updates.local_steps_updater import LocalStepsUpdater, spread
 from syncline.updates.rounds import Round
-from syncline.updates.rule import MemberNews, Setting, Updater, recovering
+from syncline.updates.rule import MemberNews, Setting, Updater
 
 
 class ElasticLocalStepsUpdater(LocalStepsUpdater):

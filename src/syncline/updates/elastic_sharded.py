@@ -21,10 +21,11 @@ from syncline.runtime.work import Work
 from syncline.schedule import Collective
 from syncline.updates.bucket import Bucket
 from syncline.updates.control import ControlStream
+from syncline.updates.elastic_calls import ElasticCall, recovering
 from syncline.updates.ownership import Portions
 from syncline.updates.peer_state import BESIDE, HeldState, PeerState, StateLostError, redistribute
 from syncline.updates.report import PendingReport
-from syncline.updates.rule import Commit, Setting, recovering
+from syncline.updates.rule import Setting
 from syncline.updates.shard import segments_of
 from syncline.updates.sharded_updater import ShardedUpdater
 
@@ -39,7 +40,7 @@ class _UpdateUnderWay:
 
     options: tuple[dict[str, Any], ...]
     """Hyper-parameters of each group."""
-    commit: Commit | None = None
+    commit: ElasticCall | None = None
     is_applied: bool = False
     is_made: bool = False
     """Whether it has changed the shards: not where state is lost."""
@@ -71,7 +72,7 @@ class ElasticShardedUpdater(ShardedUpdater):
         """Whether the shards wait for state that ranks had before, and have none of their own to tell of."""
         self._num_moves = 0
         self._has_checkpoints = setting.has_checkpoints
-        self._went_back: Commit | None = None
+        self._went_back: ElasticCall | None = None
         self.lost_state: StateLostError | None = None
         """What is missing until :meth:`go_back`; steps change nothing until then."""
         self._is_behind = False

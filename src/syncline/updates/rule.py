@@ -15,14 +15,12 @@ which does the work for one model. The seams to PyTorch call the updater, on the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from syncline.members import LOSSES
 from syncline.members.job_record import Flags
 from syncline.priorities.tuner import ClassTuner
 from syncline.topology import Topology
@@ -31,23 +29,10 @@ from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.control import ControlStream
 from syncline.updates.divided import DividedGradients
+from syncline.updates.elastic_calls import ElasticCall, Recover
 from syncline.updates.inner import check_is_served
 from syncline.updates.report import LocalReports, PendingReport, StepReports
 from syncline.updates.state import StateEntry, StateSource, load_parameter_state, num_state_bytes, parameter_entries
-
-Recover = Callable[[BaseException], None]
-"""Called on the training thread with what a collective of this epoch ended with: raises it if it is no loss, or if this
-rank does not go on. Else it returns in a new epoch: ``collectives`` move buckets among the members that are left, and
-:meth:`Updater.resume` was called."""
-
-
-@contextmanager
-def recovering(recover: Recover) -> Iterator[None]:
-    """Let what is called within end with the loss of ranks: who calls it then looks where it stands, and goes on."""
-    try:
-        yield
-    except LOSSES as error:
-        recover(error)
 
 
 class NonfiniteOrigin(NamedTuple):
@@ -57,17 +42,6 @@ class NonfiniteOrigin(NamedTuple):
     rank: int
     position: int
     """Of the parameter, ``slot.position``."""
-
-
-class Commit(Protocol):
-    """A small call that all ranks make, of an elastic job: once it is complete here, every member has begun it."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether it is over; in a later epoch also if another member had seen that."""
-
-    def wait_in_epoch(self) -> None:
-        """Wait for it; raises what it ended with if this epoch ended before it: then nobody has seen it complete."""
 
 
 class MemberNews(NamedTuple):
@@ -126,7 +100,7 @@ class Setting:
     """In an elastic job (``distribute(..., elastic=True)``): goes on after a loss; see :meth:`Updater.resume`."""
     reports: StepReports | None = None
     """In an elastic job: what tells the others of each pass, and commits it."""
-    start_commit: Callable[[str], Commit] | None = None
+    start_commit: Callable[[str], ElasticCall] | None = None
     """In an elastic job: begins a commit of that label."""
     note_calls: Callable[[], Callable[[], None]] | None = None
     """In an elastic job: notes which small calls were made; what it returns is called once all members made them."""
@@ -314,7 +288,7 @@ class Updater(ABC):
         """Make the parameters of all ranks equal before the fleet closes, for rules that let them differ."""
 
     def resume(self) -> None:
-        """Go on in a new epoch, on the training thread within :data:`Recover`; ``collectives`` are the new ones.
+        """Go on in a new epoch, on the training thread within ``setting.recover``; ``collectives`` are the new ones.
 
         Where a pass is under way whose report is not committed, its results do not count, whatever has arrived: begin
         its reductions again, from this rank's own gradients, and wait for none. Called again if another rank is lost.
