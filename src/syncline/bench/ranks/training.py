@@ -45,8 +45,6 @@ SEED = 0
 LEARNING_RATE = 1e-4
 PERIOD = 4
 """Steps between two averagings of PostLocalSGD; a row of steps has two of them, wherever it begins."""
-DIVIDED = frozenset({"Syncline Sharded", "Syncline Sharded, overlap_forward"})
-"""Methods of ours that reduce-scatter gradients and all-gather parameters."""
 
 
 class Block(nn.Module):
@@ -104,25 +102,13 @@ class Trainee:
     """Waits for what the last step left under way."""
 
 
-def compute_alone(shape: ModelShape) -> Trainee:
-    """Train without communication; the ranks' models go apart."""
+def build_own(shape: ModelShape, update: syncline.Sharded | syncline.AllReduce | None) -> Trainee:
+    """Train by a rule of this library's; without one nothing is communicated, and the ranks' models go apart."""
     model = build_model(shape)
-    return Trainee(model=model, optimizer=build_optimizer(model))
-
-
-def syncline_sharded(shape: ModelShape) -> Trainee:
-    """Train by this library's default."""
-    return _by_syncline(shape, syncline.Sharded())
-
-
-def syncline_overlapping(shape: ModelShape) -> Trainee:
-    """Train by the same with all-gathers under the next forward pass."""
-    return _by_syncline(shape, syncline.Sharded(overlap_forward=True))
-
-
-def syncline_all_reduce(shape: ModelShape) -> Trainee:
-    """Train by this library's all-reduce of gradients."""
-    return _by_syncline(shape, syncline.AllReduce())
+    if update is None:
+        return Trainee(model=model, optimizer=build_optimizer(model))
+    model, optimizer = syncline.distribute(model, build_optimizer(model), update=update)
+    return Trainee(model=model, optimizer=optimizer, finish=syncline.synchronize)
 
 
 def ddp(shape: ModelShape, group: dist.ProcessGroup) -> Trainee:
@@ -164,14 +150,15 @@ def post_local_sgd(shape: ModelShape, group: dist.ProcessGroup) -> Trainee:
     return Trainee(model=model, optimizer=PostLocalSGDOptimizer(build_optimizer(model), averager))
 
 
-OWN: Mapping[str, Callable[[ModelShape], Trainee]] = MappingProxyType(
+OWN: Mapping[str, syncline.Sharded | syncline.AllReduce | None] = MappingProxyType(
     {
-        COMPUTE_ALONE: compute_alone,
-        "Syncline Sharded": syncline_sharded,
-        "Syncline Sharded, overlap_forward": syncline_overlapping,
-        "Syncline AllReduce": syncline_all_reduce,
+        COMPUTE_ALONE: None,
+        "Syncline Sharded": syncline.Sharded(),
+        "Syncline Sharded, overlap_forward": syncline.Sharded(overlap_forward=True),
+        "Syncline AllReduce": syncline.AllReduce(),
     }
 )
+"""The rules of this library's methods."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,17 +184,11 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
 """Peers by their names on the command line."""
 
 
-def _by_syncline(shape: ModelShape, update: syncline.Sharded | syncline.AllReduce) -> Trainee:
-    model = build_model(shape)
-    model, optimizer = syncline.distribute(model, build_optimizer(model), update=update)
-    return Trainee(model=model, optimizer=optimizer, finish=syncline.synchronize)
-
-
 def measure_training(task: Task, fleet: Fleet) -> Iterator[list[Row]]:
     """Build every method once, and measure all of them in turns; the rows are complete on rank 0."""
     batch = build_batch(task.shape, fleet.rank)
     chosen = {COMPUTE_ALONE, *(task.methods or OWN)}
-    trainees = {name: build(task.shape) for name, build in OWN.items() if name in chosen}
+    trainees = {name: build_own(task.shape, rule) for name, rule in OWN.items() if name in chosen}
     peers = [PEERS[name] for name in task.peers]
     groups = {backend: dist.new_group(backend=backend) for backend in dict.fromkeys(peer.backend for peer in peers)}
     trainees |= {peer.title: peer.build(task.shape, groups[peer.backend]) for peer in peers}
@@ -241,7 +222,7 @@ def _row(task: Task, fleet: Fleet, name: str, num_bytes: int, seconds: tuple[flo
 
 def _predict_wire(fleet: Fleet, name: str, num_bytes: int) -> float:
     """Predict the communication of one step alone, as if its buckets were one."""
-    if name in DIVIDED:
+    if isinstance(OWN[name], syncline.Sharded):
         return predicted_step_s(fleet, num_bytes)
     schedule = fleet.communicator.plan(Collective.ALL_REDUCE, num_bytes)
     return predicted_s(fleet, schedule, num_bytes)
