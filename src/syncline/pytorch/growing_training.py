@@ -8,13 +8,10 @@ each tensor, or for some small ones together, along the tree of the source and t
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from syncline import updates
 from syncline.members.job_record import NO_FLAGS, Flags
@@ -34,16 +31,8 @@ from syncline.updates.peer_state import HeldState
 from syncline.updates.rule import GrowthAgreement, MemberNews
 from syncline.updates.state import decode_value, describe_state
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
-    """Where a training is, beside its tensors, in what JSON can say."""
-
-    iteration: int
-    extra: Any = None
-    """What the members offer (``optimizer.offer_extra``)."""
-    parts: Mapping[str, str] = field(default_factory=dict)
-    """The states of what they gave to ``resume()``, as text."""
+POSITION = "a newcomer's position"
+"""The label of what is given beside tensors: where the training is, and what the members offer."""
 
 
 class _SentState:
@@ -61,43 +50,6 @@ class _SentState:
         """Note where elements are wanted; a newcomer wants each parameter's whole."""
         assert start == 0, "who steps the whole model has the whole state"
         self.targets[slot.name, key] = target
-
-
-def give_state(model: nn.Module, group: CheckpointGroup, control: ControlStream, position: Position) -> None:
-    """Give the newcomers of ``control``, of which this rank is the first, all that they lack."""
-    entries = group.entries()
-    head = {
-        "groups": group.groups(),
-        "state": describe_state(entries),
-        "iteration": position.iteration,
-        "extra": position.extra,
-        "parts": position.parts,
-    }
-    text = json.dumps(head).encode()
-    payload = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    control.start_broadcast(torch.tensor([len(text)]), "size of a newcomer's position").wait()
-    control.start_broadcast(payload, "a newcomer's position").wait()
-    divided = {(entry.parameter, entry.key): entry.value for entry in entries if entry.start is not None}
-    broadcast_tensors([*_model_tensors(model), *(divided[key] for key in sorted(divided))], control)
-
-
-def take_state(model: nn.Module, group: CheckpointGroup, control: ControlStream) -> Position:
-    """Take what :func:`give_state` gives, as another rank of ``control``; return where the training is."""
-    size = torch.zeros(1, dtype=torch.int64)
-    control.start_broadcast(size, "size of a newcomer's position").wait()
-    payload = torch.zeros(int(size), dtype=torch.uint8)
-    control.start_broadcast(payload, "a newcomer's position").wait()
-    head = json.loads(bytes(payload.tolist()))
-    group.load_groups(head["groups"])
-    source = _SentState(head["state"])
-    group.load_state(source)
-    broadcast_tensors([*_model_tensors(model), *(source.targets[key] for key in sorted(source.targets))], control)
-    return Position(iteration=int(head["iteration"]), extra=head["extra"], parts=head["parts"])
-
-
-def _model_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Return what the model is made of, in an order in which all ranks agree."""
-    return [*model.parameters(), *model.buffers()]
 
 
 class GrowingTraining:
@@ -211,22 +163,37 @@ class GrowingTraining:
             gc.collect()  # a training refers to its parts and they to it, and they have as much memory as the model
 
     def give(self, control: ControlStream) -> None:
-        """Give newcomers the state, as the first rank of ``control``."""
-        position = Position(
-            iteration=self._iteration,
-            extra=self.offer() if self.offer is not None else None,
-            parts=self.offer_parts() if self.offer_parts is not None else {},
-        )
-        give_state(self._installation.model, self._group(), control, position)
-        broadcast_tensors(self._alike(), control)
+        """Give the newcomers of ``control``, of which this rank is the first, all that they lack."""
+        group = self._group()
+        entries = group.entries()
+        head = {
+            "groups": group.groups(),
+            "state": describe_state(entries),
+            "iteration": self._iteration,
+            "extra": self.offer() if self.offer is not None else None,
+            "parts": self.offer_parts() if self.offer_parts is not None else {},
+        }
+        control.all_gather(head, POSITION)
+        divided = {(entry.parameter, entry.key): entry.value for entry in entries if entry.start is not None}
+        self._broadcast(divided, control)
 
     def take(self, control: ControlStream) -> None:
-        """Take what :meth:`give` gives."""
-        position = take_state(self._installation.model, self._group(), control)
-        broadcast_tensors(self._alike(), control)
-        self._iteration = self._came_at = position.iteration
-        self.extra, self.parts = position.extra, position.parts
+        """Take what :meth:`give` gives, as another rank of ``control``."""
+        group = self._group()
+        head = control.all_gather(None, POSITION)[0]
+        group.load_groups(head["groups"])
+        source = _SentState(head["state"])
+        group.load_state(source)
+        self._broadcast(source.targets, control)
+        self._iteration = self._came_at = head["iteration"]
+        self.extra, self.parts = head["extra"], head["parts"]
         self._held = []  # what this rank had alone counts no more
+
+    def _broadcast(self, state: Mapping[tuple[str, str], torch.Tensor], control: ControlStream) -> None:
+        model = self._installation.model
+        tensors = [*model.parameters(), *model.buffers(), *(state[key] for key in sorted(state))]
+        broadcast_tensors(tensors, control)
+        broadcast_tensors(self._alike(), control)
 
     def _alike(self) -> list[torch.Tensor]:
         assert self._before is not None, "the training is taken away"
