@@ -55,7 +55,7 @@ def train(topology: str, seconds: float, *, follows: bool) -> None:
             optimizer.zero_grad()
             now_s = time.time()
             if fleet.rank == 0:
-                num_plans = optimizer.follower.num_plans if optimizer.follower is not None else 0
+                num_plans = fleet.follower.num_plans if fleet.follower is not None else 0
                 print(json.dumps({"at_s": now_s, "step_s": now_s - last_s, "plans": num_plans}), flush=True)
             last_s = now_s
             is_over.fill_(now_s > end_s)

@@ -77,11 +77,11 @@ def test_all_ranks_plan_again_and_train_on_as_if_nothing_had_been(
         for parameter in model.parameters():
             torch.nn.init.uniform_(parameter, generator=torch.Generator().manual_seed(parameter.numel()))
         model, optimizer = syncline.distribute(model, torch.optim.Adam(model.parameters(), lr=0.01), rule, fleet=fleet)
-        if optimizer.follower is not None:
+        if fleet.follower is not None:
             suspect = SimpleNamespace(
                 **dict.fromkeys(("begin", "see", "skip"), lambda *_: 0), is_suspicious=fleet.rank == 2
             )
-            optimizer.follower._watch = suspect
+            fleet.follower._watch = suspect
         for step in range(6):
             batch = torch.randn(4, 100, generator=torch.Generator().manual_seed(10 * step + fleet.rank))
             model(batch).square().mean().backward()
@@ -89,7 +89,7 @@ def test_all_ranks_plan_again_and_train_on_as_if_nothing_had_been(
             optimizer.zero_grad()
         schedules = optimizer.training.updater.collectives.bucket_schedules
         owned = [schedule.owned for schedule in schedules]
-        num_plans = optimizer.follower.num_plans if optimizer.follower is not None else 0
+        num_plans = fleet.follower.num_plans if fleet.follower is not None else 0
         return [parameter.detach().clone() for parameter in model.parameters()], owned, num_plans
 
     def body(fleet: Fleet) -> Any:
@@ -157,7 +157,7 @@ def test_where_the_network_is_in_doubt_two_plans_are_tried_and_the_faster_is_kep
             optimizer.step()
             optimizer.zero_grad()
             names.append(fleet.topology.name)
-        num_plans = optimizer.follower.num_plans if optimizer.follower is not None else 0
+        num_plans = fleet.follower.num_plans if fleet.follower is not None else 0
         return model.weight.detach().clone(), names[-1], num_plans, names
 
     tried = run_fleets(SLOWER, lambda fleet: train(fleet, is_in_doubt=True))

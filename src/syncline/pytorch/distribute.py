@@ -96,8 +96,8 @@ def distribute(
         recovery=fleet.recovery,
     )
     distributed.heed = partial(heed, fleet, distributed)
-    distributed.follower = follow_rates(installation)
-    distributed.rule_watch = RuleWatch(installation)
+    onlookers = follow_rates(installation), RuleWatch(installation)
+    distributed.onlookers = [each.end_step for each in onlookers if each is not None]
     fleet.on_close(installation.end)
     fleet.add_update(distributed.statistics, steps=distributed.count_steps)
     if save_on_failure is not None:

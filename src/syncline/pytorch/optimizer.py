@@ -18,10 +18,8 @@ from syncline.priorities.tuner import TunerStatistics
 from syncline.pytorch.contributions import Gradients
 from syncline.pytorch.elastic_training import ElasticTraining
 from syncline.pytorch.epochs import Recovery
-from syncline.pytorch.following import RateFollower
 from syncline.pytorch.notices import Notice
 from syncline.pytorch.optimizer_state import divided_state
-from syncline.pytorch.rule_watch import RuleWatch
 from syncline.pytorch.training import Training
 from syncline.runtime.control import Tally
 from syncline.runtime.failures import STEP
@@ -81,9 +79,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """What lets newcomers in; None in a job that takes nobody in."""
         self.heed: Callable[[Mapping[int, Notice]], None] | None = None
         """Does what ranks were told of their end; set by who knows the fleet."""
-        self.follower: RateFollower | None = None
-        self.rule_watch: RuleWatch | None = None
-        """Plans again where the rates of links change."""
+        self.onlookers: list[Callable[[], None]] = []
+        """Called at the end of each step, alike on all ranks."""
         self.last_save: dict[str, Any] | None = None
         """What ``save_checkpoint`` or ``resume`` was given last, beside model and optimizer."""
         self._save_as_told = save_as_told  # who makes checkpoints knows this class, so it cannot be known here
@@ -160,10 +157,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._elastic.end_step()
         if self.growing is not None:
             self.growing.end_step()
-        if self.follower is not None:
-            self.follower.end_step()
-        if self.rule_watch is not None:
-            self.rule_watch.end_step()
+        for look in self.onlookers:
+            look()
         if notices and self.heed is not None and place == id(self.training):  # else the next step tells a larger job
             self.heed(notices)
         return loss
