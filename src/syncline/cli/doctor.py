@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from syncline.cli.commands import new_app
 from syncline.endpoints import PROBE_PORT
 from syncline.errors import ConfigurationError
+from syncline.report.terminal import new_table
 
 MIN_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
@@ -312,9 +311,7 @@ def _print_json(findings: tuple[Finding, ...]) -> None:
 
 def _print_table(findings: tuple[Finding, ...]) -> None:
     colours = {Verdict.FINE: "green", Verdict.LIMITED: "yellow", Verdict.LACKING: "bold red"}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("", "subject", "found"):
-        table.add_column(heading)
+    table = new_table("", "subject", "found", num_texts=3)
     for finding in findings:
         remedy = f"\n[bold]{escape(finding.remedy)}[/]" if finding.remedy else ""
         colour = colours[finding.verdict]
