@@ -49,7 +49,7 @@ class ModelProfile:
     the time of the fastest; 0 where parameters are on an accelerator."""
 
 
-def measure_model(spec: str, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> ModelProfile:
+def measure_model(spec: str) -> ModelProfile:
     """Measure the model that ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` makes.
 
     The function returns ``(model, batch)``; ``model(*batch)`` (``model(batch)`` if it is no tuple) is a forward pass.
@@ -57,7 +57,7 @@ def measure_model(spec: str, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Mod
     model, batch = _make(spec)
     named = {parameter: (name, 0) for name, parameter in model.named_parameters() if parameter.requires_grad}
     check_parameters(named)
-    plans = plan_model(named, bucket_bytes=bucket_bytes)
+    plans = plan_model(named, bucket_bytes=DEFAULT_BUCKET_BYTES)
     meter = StepMeter([plan.num_bytes for plan in plans], time.perf_counter)
 
     def need(buckets: tuple[int, ...]) -> None:

@@ -75,7 +75,6 @@ class DividedGradients:
     ) -> None:
         self._buckets = tuple(buckets)
         self._shards = tuple(shards)
-        self._collectives = collectives
         self._is_counted = is_counted
         self._control = collectives.control
         self._parts: dict[int, list[torch.Tensor]] = defaultdict(list)

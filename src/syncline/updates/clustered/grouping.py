@@ -94,9 +94,9 @@ def agree_on_clusters(control: ControlStream, inventory: Inventory, clusters: Cl
     return tuple(tuple(ranks) for ranks in found)
 
 
-def group(inventory: Inventory, *, clusters: Literal["auto"] | int = "auto", seed: int = 0) -> Clusters:
+def group(inventory: Inventory, *, clusters: Literal["auto"] | int = "auto") -> Clusters:
     """Return the ranks of each cluster of like hosts."""
-    table, clustering = inventory.divide(num_clusters=None if isinstance(clusters, str) else clusters, seed=seed)
+    table, clustering = inventory.divide(num_clusters=None if isinstance(clusters, str) else clusters)
     shown = "; ".join(", ".join(table.hosts[host] for host in hosts) for hosts in clustering.clusters)
     _log.info("clusters of hosts: %s (%s; by %s)", shown, clustering.reason, ", ".join(table.features))
     return ranks_of(inventory.topology.hosts, clustering.clusters)
