@@ -11,6 +11,9 @@ import socket
 from syncline.errors import ConfigurationError
 
 MAX_PORT = 65535
+LOOPBACK = "127.0.0.1"
+DEFAULT_MASTER_PORT = 29500
+"""What torchrun listens on, so that habits and firewalls fit."""
 PROBE_PORT = 29499
 """Where `syncline doctor --listen` answers probes."""
 

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 from syncline import discovery, schedule
-from syncline.endpoints import own_address
+from syncline.endpoints import LOOPBACK, own_address
 from syncline.errors import ConfigurationError, RendezvousError, SynclineError, TopologyError
 from syncline.fabric import FabricOptions, Rendezvous, Store
 from syncline.fabric.lending import NO_NETWORK, find_network
@@ -36,7 +36,6 @@ from syncline.topology import Topology
 from syncline.units import format_duration
 from syncline.variables import FLIGHT, REPORT, process_variables
 
-LOOPBACK = "127.0.0.1"
 UNTOLD_S = 0.005
 """By so much a round trip may be longer than the topology says."""
 NO_PORT = 1
@@ -57,7 +56,7 @@ def with_address(environment: Environment) -> Environment:
     if environment.world_size > 1 or environment.join or options.authenticate_frames:
         options = with_secret(options)
     try:
-        options.check_exposure(options.address or "127.0.0.1")
+        options.check_exposure(options.address or LOOPBACK)
     except ConfigurationError as error:
         tell_once(error, rank=environment.rank)
         raise

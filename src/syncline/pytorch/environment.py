@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 from torch import distributed as dist
 
 from syncline.arguments import Seconds, check_fields
-from syncline.endpoints import MAX_PORT, parse_endpoint, parse_ports, without_brackets
+from syncline.endpoints import DEFAULT_MASTER_PORT, MAX_PORT, parse_endpoint, parse_ports, without_brackets
 from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
 from syncline.fabric.options import NOWHERE
 from syncline.observe import Trace
-from syncline.pytorch.launchers import DEFAULT_MASTER_PORT, Place, find_place, whole_number
+from syncline.pytorch.launchers import Place, find_place, whole_number
 from syncline.pytorch.notices import OnPreemption
 from syncline.pytorch.secret import read_secret
 from syncline.runtime.communicator import DEFAULT_TIMEOUT_S

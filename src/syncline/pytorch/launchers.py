@@ -17,13 +17,10 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from syncline.endpoints import without_brackets
+from syncline.endpoints import DEFAULT_MASTER_PORT, LOOPBACK, without_brackets
 from syncline.errors import ConfigurationError, TopologyError
 from syncline.topology.host_matching import expand_hostlist
 
-LOOPBACK = "127.0.0.1"
-DEFAULT_MASTER_PORT = 29500
-"""What torchrun listens on, so that habits and firewalls fit."""
 _FIRST_PORT, _NUM_PORTS = 12000, 17393
 """A prime number of ports, below torchrun's, Kubernetes' and those that the kernel gives to connections."""
 _NEXT_JOB = 101

@@ -21,7 +21,7 @@ from weakref import finalize
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from syncline.endpoints import format_endpoint
+from syncline.endpoints import LOOPBACK, format_endpoint
 from syncline.errors import ConfigurationError, RendezvousError
 from syncline.fabric import FabricOptions
 from syncline.fabric.rendezvous import FIRST_LINE_S, LINE_S, begin_on_thread
@@ -33,7 +33,6 @@ from syncline.updates.private_torch import default_store
 ANSWER_S = 30.0
 """How long the store may take to answer."""
 PROBE_S = 1.0
-LOOPBACK = "127.0.0.1"
 BACKLOG = 1024
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from pathlib import Path
 from syncline.cli.launcher.job import Job, RankProcess
 from syncline.cli.launcher.scratch import reserved_port
 from syncline.cli.launcher.supervisor import Limits, RestartLimits
-from syncline.endpoints import MAX_PORT, format_endpoint, only_port, own_address, parse_ports
+from syncline.endpoints import LOOPBACK, MAX_PORT, format_endpoint, only_port, own_address, parse_ports
 from syncline.errors import ConfigurationError
 from syncline.variables import REPORT, TRACE, process_variables
 
@@ -168,7 +168,7 @@ def open_doors(elastic: Elasticity | None, job: Job, restarts: RestartLimits) ->
     ranks = [process.rank for process in job.processes]
     address = (
         None if job.is_whole else own_address(job.master_address, what="--join" if job.join else "--master")
-    ) or "127.0.0.1"
+    ) or LOOPBACK
     with ExitStack() as stack:
         if join_port is None:
             ports = {rank: stack.enter_context(reserved_port(address)) for rank in ranks}

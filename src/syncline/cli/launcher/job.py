@@ -17,12 +17,9 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from syncline.endpoints import format_endpoint, is_ipv6, parse_endpoint, without_brackets
+from syncline.endpoints import DEFAULT_MASTER_PORT, LOOPBACK, format_endpoint, is_ipv6, parse_endpoint, without_brackets
 from syncline.errors import ConfigurationError
 from syncline.topology import Topology
-
-DEFAULT_MASTER_PORT = 29500
-"""What torchrun listens on, so that habits and firewalls fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +139,7 @@ def choose_master(
     if asked:
         return parse_master(asked)
     if is_whole:
-        return "127.0.0.1", free_port
+        return LOOPBACK, free_port
     address = environment.get("MASTER_ADDR")
     if not address:
         raise ConfigurationError(
