@@ -27,7 +27,7 @@ from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketScheduleOptions, plan_bucket_schedules
 from syncline.updates.control import ControlStream
 from syncline.updates.inner import check_divisible
-from syncline.updates.phased.phase_work import Loss, PhasedSetting
+from syncline.updates.phased.phase_work import Loss, PhasedSetting, PhaseOptions
 from syncline.updates.phased.stage import Stage, StagePlan, ghost
 from syncline.updates.phased.stage_store import buffers_name, parameters_name
 from syncline.updates.phased.storage import Storage
@@ -92,18 +92,6 @@ def _pair_below(node: Node, pairs: list[Pair]) -> int | None:
             pairs.append((min(left, other), max(left, other)))
             left = None
     return left
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseOptions:
-    """How a model of stages is trained; see :func:`~syncline.pytorch.phased.trainer.phase`. Alike on all ranks."""
-
-    num_micros: int
-    max_stages: int
-    input_budget_bytes: int | None
-    max_grad_norm: float | None
-    resumes: bool
-    bucket_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,11 +186,10 @@ def set_up(
         num_stages=len(stages),
         side=side,
         partner=pairs[pair][1 - side],
-        max_stages=options.max_stages,
+        options=options,
         optimizer=optimizer,
         whole_parameters=schedule_options.whole_parameters,
         loss=loss,
-        input_budget_bytes=options.input_budget_bytes,
         clipping=clipping,
         storage=storage,
         manifest=manifest,

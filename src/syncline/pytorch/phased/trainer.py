@@ -15,7 +15,7 @@ from syncline.arguments import Bounds, Count, Whole, checked
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.members import Elastic
 from syncline.pytorch.fleet import Fleet, current_fleet
-from syncline.pytorch.phased.setup import MakeStage, PhaseOptions, check_stages, set_up
+from syncline.pytorch.phased.setup import MakeStage, check_stages, set_up
 from syncline.pytorch.samples import CountSamples, SampleCount
 from syncline.runtime.control import Tally
 from syncline.runtime.failures import PHASED_STEP
@@ -32,7 +32,7 @@ from syncline.updates.combinations import (
 from syncline.updates.phased.driver import PairDriver, PhasedStatistics
 from syncline.updates.phased.instructions import Pass
 from syncline.updates.phased.micro_batches import MicroBatch, check_rows, plan_parts, take
-from syncline.updates.phased.phase_work import Loss, PhasedSetting
+from syncline.updates.phased.phase_work import Loss, PhasedSetting, PhaseOptions
 from syncline.updates.phased.storage import Folder, Storage, TemporaryFiles
 from syncline.updates.private_torch import SCALED, let_scalers_step, note_step
 
@@ -181,7 +181,7 @@ def phase(
             options=options,
             schedule_options=schedule_options,
         )
-        trainer = PhasedTrainer(setting, micro_batches, SampleCount("batch" if samples is None else samples))
+        trainer = PhasedTrainer(setting, SampleCount("batch" if samples is None else samples))
     except BaseException:
         kept.close()
         raise
@@ -206,7 +206,7 @@ class PhasedTrainer:
     [(0, True, False), (1, False, True)]
     """
 
-    def __init__(self, setting: PhasedSetting, num_micros: int, samples: SampleCount) -> None:
+    def __init__(self, setting: PhasedSetting, samples: SampleCount) -> None:
         self.optimizer = setting.optimizer
         """Its ``param_groups`` count for the next step; LR schedulers take it. It steps nothing itself."""
         self.num_stages = setting.num_stages
@@ -214,7 +214,6 @@ class PhasedTrainer:
         """0 computes stages 0, 2 ..., and 1 the others."""
         self.partner = setting.partner
         self._setting = setting
-        self._num_micros = num_micros
         self._samples = samples
         refuse_scaled_steps(setting.optimizer)
         self._driver = PairDriver(setting)
@@ -254,7 +253,7 @@ class PhasedTrainer:
         self._check_open()
         if self.needs_targets and targets is None:
             raise UpdateError(f"Rank {self._setting.port.rank} computes the loss, so its step() needs targets")
-        micros = self._divide(inputs, targets, self._num_micros)
+        micros = self._divide(inputs, targets, self._setting.options.num_micros)
         with self._setting.job.progress.stepping(self.num_steps):
             done = self._driver.run(Pass.TRAIN, micros, (inputs, targets))
         assert done.loss is not None, "the way back tells the loss"

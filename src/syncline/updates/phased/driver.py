@@ -82,8 +82,8 @@ class PairDriver(Driver):
         self._phases = Phases(
             num_stages=setting.num_stages,
             side=setting.side,
-            max_stages=setting.max_stages,
-            input_budget_bytes=setting.input_budget_bytes,
+            max_stages=setting.options.max_stages,
+            input_budget_bytes=setting.options.input_budget_bytes,
             defers_updates=setting.clipping is not None,
             keeps_versions=setting.keeps_versions,
             step=setting.manifest.step if setting.manifest is not None else 0,

@@ -75,6 +75,20 @@ def _set_buffers(module: nn.Module, values: Sequence[torch.Tensor]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseOptions:
+    """How a model of stages is trained; see :func:`syncline.phase`. Alike on all ranks."""
+
+    num_micros: int
+    max_stages: int
+    """Stages that have memory at once."""
+    input_budget_bytes: int | None
+    """What inputs that wait for their phase may take of memory; None is everything."""
+    max_grad_norm: float | None
+    resumes: bool
+    bucket_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PhasedSetting:
     """The stages of one rank, and everything that it needs to train them."""
 
@@ -83,14 +97,11 @@ class PhasedSetting:
     num_stages: int
     side: int
     partner: int
-    max_stages: int
-    """Stages that have memory at once."""
+    options: PhaseOptions
     optimizer: torch.optim.Optimizer
     """The user's; its ``param_groups`` stay live."""
     whole_parameters: bool
     loss: Loss
-    input_budget_bytes: int | None
-    """What inputs that wait for their phase may take of memory; None is everything."""
     clipping: Clipping | None
     storage: Storage
     manifest: Manifest | None
@@ -144,7 +155,7 @@ class PhaseWork:
         self._updater = updater
         self._loss = setting.loss
         largest = max(stage.plan.num_gradient_bytes for stage in self._stages.values())
-        self.buffers = BufferPool(num_buffers=setting.max_stages, num_bytes=largest)
+        self.buffers = BufferPool(num_buffers=setting.options.max_stages, num_bytes=largest)
         self.gradients: dict[int, StageGradients] = {}
         self._room: torch.Tensor | None = None
         """Where the gradients of the stage go whose backward visit is under way."""

@@ -44,7 +44,7 @@ class StageDriver:
         self._tell = tell
         self._versions = setting.versions
         largest = max(stage.plan.num_bytes for stage in self._stages.values())
-        self.buffers = BufferPool(num_buffers=setting.max_stages, num_bytes=largest)
+        self.buffers = BufferPool(num_buffers=setting.options.max_stages, num_bytes=largest)
         self._placed: dict[int, torch.Tensor] = {}
         rank = setting.port.rank
         self.store = StageStore(
