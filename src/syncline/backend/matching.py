@@ -44,18 +44,12 @@ class MessageHead:
     """Told when it has landed, if somebody waits for that."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Asked(Generic[R]):
-    order: int
-    receive: R
-
-
 class MessageMatcher(Generic[R]):
     """Matches heads with receives of type R."""
 
     def __init__(self) -> None:
         self._order = itertools.count()
-        self._asked: dict[tuple[int | None, int], deque[_Asked[R]]] = {}
+        self._asked: dict[tuple[int | None, int], deque[tuple[int, R]]] = {}
         self._heads: dict[tuple[int, int], deque[tuple[int, MessageHead]]] = {}
         self._num_unexpected: dict[int, int] = {}
 
@@ -67,7 +61,7 @@ class MessageMatcher(Generic[R]):
             there = [(heads[0][0], key) for key, heads in self._heads.items() if key[1] == tag]
             key = min(there)[1] if there else None
         if key is None:
-            self._asked.setdefault((source, tag), deque()).append(_Asked(order=next(self._order), receive=receive))
+            self._asked.setdefault((source, tag), deque()).append((next(self._order), receive))
             return None
         heads = self._heads[key]
         _, head = heads.popleft()
@@ -80,11 +74,11 @@ class MessageMatcher(Generic[R]):
         """Return the receive that gets a message of ``source`` with ``tag``, which has come; None if none waits."""
         key: tuple[int | None, int] = source, tag
         waiting, from_anyone = self._asked.get(key), self._asked.get((None, tag))
-        if from_anyone and not (waiting and waiting[0].order < from_anyone[0].order):
+        if from_anyone and not (waiting and waiting[0][0] < from_anyone[0][0]):
             key, waiting = (None, tag), from_anyone
         if not waiting:
             return None
-        receive = waiting.popleft().receive
+        _, receive = waiting.popleft()
         if not waiting:
             del self._asked[key]
         return receive
@@ -106,7 +100,7 @@ class MessageMatcher(Generic[R]):
     def withdraw(self, source: int | None, tag: int, receive: R) -> None:
         """Forget a receive that waits, if it still does."""
         waiting = self._asked.get((source, tag))
-        kept = deque(one for one in waiting or () if one.receive is not receive)
+        kept = deque(one for one in waiting or () if one[1] is not receive)
         if kept:
             self._asked[source, tag] = kept
         elif waiting is not None:
