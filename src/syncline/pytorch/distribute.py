@@ -18,9 +18,9 @@ from syncline.members import Elastic
 from syncline.priorities.settings import Priorities
 from syncline.pytorch.checkpoint.group import again_if_members_change
 from syncline.pytorch.checkpoint.loading import resume_together
-from syncline.pytorch.checkpoint.saving import save_alone, save_checkpoint
+from syncline.pytorch.checkpoint.saving import save_checkpoint
 from syncline.pytorch.consistency import DEFAULT_EVERY
-from syncline.pytorch.failure_saving import WholeState, save_after_losses
+from syncline.pytorch.failure_saving import save_after_losses
 from syncline.pytorch.fleet import Fleet, current_fleet
 from syncline.pytorch.following import follow_rates
 from syncline.pytorch.growing_training import GrowingTraining
@@ -101,7 +101,7 @@ def distribute(
     fleet.on_close(installation.end)
     fleet.add_update(distributed.statistics, steps=distributed.count_steps)
     if save_on_failure is not None:
-        save_after_losses(fleet, _whole_state(distributed, Path(save_on_failure)))
+        save_after_losses(fleet, distributed, Path(save_on_failure))
     _let_go_back(distributed, installation)
     if fleet.growth is not None:
         if why := installation.why_no_newcomers():
@@ -109,19 +109,6 @@ def distribute(
         else:
             fleet.growth.begin(GrowingTraining(installation, distributed))
     return model, distributed
-
-
-def _whole_state(optimizer: DistributedOptimizer, path: Path) -> WholeState:
-    """Return what this rank can save without the others."""
-
-    def write() -> Path:
-        return save_alone(path, optimizer.training.model, optimizer.inner, iteration=optimizer.iteration)
-
-    return WholeState(
-        is_whole=lambda: not (optimizer.training.updater.is_server or optimizer.training.updater.is_mid_step),
-        iteration=lambda: optimizer.iteration,
-        write=write,
-    )
 
 
 def _let_go_back(optimizer: DistributedOptimizer, installation: Installation) -> None:

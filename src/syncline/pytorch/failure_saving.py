@@ -11,13 +11,14 @@ import json
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from syncline.errors import DeadlineError, PeerLostError, SynclineError
 from syncline.members import QuorumLostError
+from syncline.pytorch.checkpoint.saving import save_alone
 from syncline.pytorch.fleet import Fleet
+from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.runtime.port import Port
 from syncline.updates.messaging import Mailbox, MessageStream
 
@@ -31,24 +32,13 @@ _URGENCY = 0
 Told = dict[str, str | int | bool]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholeState:
-    """What one rank can save by itself."""
-
-    is_whole: Callable[[], bool]
-    """Whether this rank has everything, of one step."""
-    iteration: Callable[[], int]
-    write: Callable[[], Path]
-    """Saves it, and returns where."""
-
-
-def save_after_losses(fleet: Fleet, state: WholeState) -> None:
+def save_after_losses(fleet: Fleet, optimizer: DistributedOptimizer, path: Path) -> None:
     """Save one model when ``fleet`` closes because of a loss; every rank of it asks for it alike."""
     (stream,) = fleet.reserve_streams(1)
-    fleet.on_close(lambda _: _save_after_loss(fleet, state, stream))
+    fleet.on_close(lambda _: _save_after_loss(fleet, optimizer, path, stream))
 
 
-def _save_after_loss(fleet: Fleet, state: WholeState, stream: int) -> None:
+def _save_after_loss(fleet: Fleet, optimizer: DistributedOptimizer, path: Path, stream: int) -> None:
     """Save, if there was a loss, also where the user has caught the error; it says where."""
     errors = (fleet.error_in_flight, fleet.communicator.failure)
     error = next((one for one in errors if isinstance(one, LOSSES)), None)
@@ -56,7 +46,7 @@ def _save_after_loss(fleet: Fleet, state: WholeState, stream: int) -> None:
         return
     port = fleet.communicator.open_port(f"save on failure {stream}")
     try:
-        said = _Round(port, stream, limit_s=fleet.timeout_s).run(state)
+        said = _Round(port, stream, limit_s=fleet.timeout_s).run(optimizer, path)
     except SynclineError as failure:  # what the user must see is the loss
         said = f"no checkpoint was written: {failure}"
     finally:
@@ -85,16 +75,17 @@ class _Round:
         self._told: dict[int, dict[int, Told]] = {_ALIVE: {}, _WRITTEN: {}, _HEARD: {}}
         self._gone: set[int] = set()
 
-    def run(self, state: WholeState) -> str:
+    def run(self, optimizer: DistributedOptimizer, path: Path) -> str:
         """Take part, and say in a line what came of it."""
-        own, is_able = self._port.rank, state.is_whole()
+        own, updater = self._port.rank, optimizer.training.updater
+        is_able = not (updater.is_server or updater.is_mid_step)  # else it has not everything, of one step
         self._port.call(partial(self._begin, is_able=is_able), self._limit_s)
         self._wait(lambda: self._others <= self._told[_ALIVE].keys() | self._gone, HEAR_S)
         able = {rank for rank, told in self._told[_ALIVE].items() if told["is_able"]} | ({own} if is_able else set())
         problems = ["nobody who is left has the whole state"] if not able else []
         for rank in sorted(able):
             if self._said() is None and rank == own:
-                self._write(state)
+                self._write(optimizer, path)
             elif rank != own:
                 self._wait(partial(self._is_over, rank), self._limit_s)
             if (said := self._said()) is not None:
@@ -113,9 +104,11 @@ class _Round:
                 )
         return None
 
-    def _write(self, state: WholeState) -> None:
+    def _write(self, optimizer: DistributedOptimizer, path: Path) -> None:
+        iteration = optimizer.iteration
         try:
-            told: Told = {"iteration": state.iteration(), "path": str(state.write())}
+            written = save_alone(path, optimizer.training.model, optimizer.inner, iteration=iteration)
+            told: Told = {"iteration": iteration, "path": str(written)}
         except (SynclineError, OSError) as error:
             told = {"problem": str(error)}
         self._told[_WRITTEN][self._port.rank] = told
