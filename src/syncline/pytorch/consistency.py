@@ -37,6 +37,7 @@ from syncline.pytorch.sync_batch_norm import find_layers
 from syncline.tensors.memory import bytes_of, pack, unpack, wide
 from syncline.updates.bucket import Bucket
 from syncline.updates.control import ControlStream
+from syncline.updates.inner import options_of
 from syncline.updates.rule import Updater
 
 DEFAULT_EVERY = 100
@@ -50,8 +51,7 @@ def describe_hyperparameters(optimizer: torch.optim.Optimizer) -> list[str]:
     return [
         f"{name} of parameter group {number} is {_spell(value)}"
         for number, group in enumerate(optimizer.param_groups)
-        for name, value in group.items()
-        if name not in {"params", "param_names"}
+        for name, value in options_of(group).items()
     ]
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from syncline.errors import UpdateError
 from syncline.pytorch.sync_batch_norm import check_joinable
 from syncline.updates.control import ControlStream
+from syncline.updates.inner import options_of
 from syncline.updates.rule import Updater
 
 _DONE, _PASS, _CLIP, _STEP, _SAVE = 0.0, 1.0, 2.0, 3.0, 4.0
@@ -123,9 +124,8 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return what JSON can say of a group's hyper-parameters; a tensor of one number becomes that number."""
     return {
         key: value.item() if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-        if key not in {"params", "param_names"}
-        and (value is None or isinstance(value, (bool, int, float, str, list, tuple, torch.Tensor)))
+        for key, value in options_of(group).items()
+        if value is None or isinstance(value, (bool, int, float, str, list, tuple, torch.Tensor))
     }
 
 

@@ -13,6 +13,7 @@ from syncline.schedule import Collective
 from syncline.updates import Updater
 from syncline.updates.bucket import Bucket, placed
 from syncline.updates.control import every_rank
+from syncline.updates.inner import options_of
 from syncline.updates.state import (
     VELOCITY,
     ChosenState,
@@ -66,7 +67,7 @@ def spread_state(updater: Updater, state_dict: Mapping[str, Any]) -> None:
     state = {names[number]: values for number, values in by_place.items() if number in names}
     _load(updater, state)
     for group, options in zip(groups, saved, strict=True):
-        group.update({key: value for key, value in options.items() if key not in {"params", "param_names"}})
+        group.update(options_of(options))
 
 
 def divide_existing_state(updater: Updater) -> None:

@@ -118,14 +118,15 @@ def _copy_settings(optimizer: optim.Optimizer, inner: optim.Optimizer) -> None:
             setattr(inner, name, value)
 
 
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyper-parameters of one of ``optimizer.param_groups``: what it has beside its parameters."""
+    return {name: value for name, value in group.items() if name not in {"params", "param_names"}}
+
+
 def hyperparameters(optimizer: optim.Optimizer, group: int) -> dict[str, Any]:
     """Return a snapshot of a group's hyper-parameters, which later changes by a scheduler do not reach."""
-    options: Mapping[str, Any] = optimizer.param_groups[group]
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in options.items()
-        if name not in {"params", "param_names"}
-    }
+    options = options_of(optimizer.param_groups[group])
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
 
 
 def all_hyperparameters(optimizer: optim.Optimizer) -> tuple[dict[str, Any], ...]:

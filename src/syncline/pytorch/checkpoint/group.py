@@ -22,6 +22,7 @@ from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.training import Training
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Slot, placed
 from syncline.updates.control import every_rank
+from syncline.updates.inner import options_of
 from syncline.updates.state import StateEntry, StateOfRank, StateSource, load_parameter_state, parameter_entries
 
 
@@ -163,8 +164,7 @@ class CheckpointGroup:
         return [
             {
                 key: value.tolist() if isinstance(value, torch.Tensor) else value
-                for key, value in group.items()
-                if key not in {"params", "param_names"}
+                for key, value in options_of(group).items()
             }
             for group in groups
         ]
