@@ -54,7 +54,6 @@ class ElasticLocalStepsUpdater(LocalStepsUpdater):
         self._landed: Round | None = None
         """The last round that was merged, which others may lack."""
         self._forget_calls = self._note_calls()
-        self._news: MemberNews | None = None
         self._drifted: list[torch.Tensor] = []
         """This rank's own parameters, after :meth:`withdraw`."""
 
@@ -93,11 +92,6 @@ class ElasticLocalStepsUpdater(LocalStepsUpdater):
         streams = self._reserve(self._num_group_streams)
         if isinstance(self._party, ElasticAllReduceUpdater) and self._party_control is not None:
             self._resume_party(self._party, self._party_control, streams)
-
-    def take_news(self) -> MemberNews | None:
-        """Return once what a round has told of newcomers, if all ranks are in the midst of training."""
-        news, self._news = self._news, None
-        return news
 
     def end_period(self) -> None:
         """Follow the others' rounds until all ranks have called this."""

@@ -132,6 +132,7 @@ class Updater(ABC):
         self.collectives = setting.collectives
         self.step_number = 0
         self._reports = setting.reports
+        self._news: MemberNews | None = None
 
     is_mid_step = False
     """Whether the last step was broken off in its middle, so that what this rank has is not of one step."""
@@ -258,7 +259,8 @@ class Updater(ABC):
 
     def take_news(self) -> MemberNews | None:
         """Return once what was told of members when a period ended; None if none has, or a rule tells nothing there."""
-        return None
+        news, self._news = self._news, None
+        return news
 
     def meet(self, control: ControlStream, topology: Topology, num_old: int) -> GrowthAgreement:  # noqa: ARG002 - most agree on nothing
         """Agree on how to go on in a larger job of ``topology``, whose ranks up to ``num_old`` are those of this one.

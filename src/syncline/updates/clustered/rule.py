@@ -247,7 +247,6 @@ class ClusteredUpdater(PartyUpdater):
         communicator = self.collectives.communicator
         self._rule = rule
         self._newcomers = setting.newcomers
-        self._news: MemberNews | None = None
         self._is_ending = False
         gpu, reads = gpu_of(self.buckets), rule.features is None or len(rule.features) > 0
         start: Start = setting.begins_with or self._agree_on_start(gpu=gpu, reads=reads)
@@ -326,11 +325,6 @@ class ClusteredUpdater(PartyUpdater):
         self._is_ending = True
         self.end_period()
         self._driver.depart(FAREWELL_S)
-
-    def take_news(self) -> MemberNews | None:
-        """Return once what was told of members when all had the same parameters."""
-        news, self._news = self._news, None
-        return news
 
     def meet(self, control: ControlStream, topology: Topology, num_old: int) -> GrowthAgreement:
         """Make clusters of all ranks, from what hosts measured when they began, and say whose states are equal."""
