@@ -22,7 +22,21 @@ MISSING = "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Carried:
+    """What one run put on the links, headers included; in the lab only."""
+
+    link_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Each direction of each link, the one that was kept busy longest first."""
+    sent_bytes: int = 0
+    """What all hosts together sent."""
+    num_dropped: int = 0
+    """Packets that found a queue full (of a training step: in all steps of the run)."""
+    num_resent: int = 0
+    """TCP segments that were sent again, likewise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(Carried):
     """One method in one order of ranks."""
 
     subject: str
@@ -39,15 +53,6 @@ class Row:
     predicted_s: float | None = None
     """What ``predict`` says of the schedule's communication."""
     planner: str = ""
-    link_bytes: Mapping[str, int] = field(default_factory=dict)
-    """What one run put on each direction of each link, headers included, the one it kept busy longest first; in the
-    lab only."""
-    sent_bytes: int = 0
-    """What one run made all hosts together send, headers included; in the lab only."""
-    num_dropped: int = 0
-    """Packets that found a queue full in that run (of a training step: in all its steps); in the lab only."""
-    num_resent: int = 0
-    """TCP segments that were sent again, likewise."""
     topology: str = ""
     """The network's name."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from types import MappingProxyType
 
@@ -98,10 +98,7 @@ def _measure(task: Task, fleet: Fleet, meter: LinkMeter, name: CollectiveName, s
             bound_s=bound_s,
             predicted_s=predicted_s(fleet, schedules[method], num_bytes) if method in schedules else None,
             planner=chosen.planner if method == CHOSEN else "",
-            link_bytes=carried[method].link_bytes,
-            sent_bytes=carried[method].sent_bytes,
-            num_dropped=carried[method].num_dropped,
-            num_resent=carried[method].num_resent,
+            **asdict(carried[method]),
         )
         for method in methods
     ]

@@ -9,13 +9,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import get_args
 
 import torch
 import torch.distributed as dist
 
 from syncline import Fleet
+from syncline.bench.rows import Carried
 from syncline.bench.task import Pace, Tally
 from syncline.lab import Lab
 from syncline.lab.records import find_record
@@ -85,25 +85,6 @@ def predicted_step_s(fleet: Fleet, num_bytes: int) -> float:
 
 def _cost() -> CostModel:
     return CostModel.of_emulated_network(len(os.sched_getaffinity(0)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Carried:
-    """What one run put on the links, headers included."""
-
-    link_bytes: Mapping[str, int]
-    """Each direction of each link, the one that was kept busy longest first."""
-    sent_bytes: int
-    """What all hosts together sent."""
-    num_dropped: int = 0
-    """Packets that found a queue full."""
-    num_resent: int = 0
-    """TCP segments that were sent again."""
-
-    def per_step(self, num_steps: int) -> Carried:
-        """Divide what ``num_steps`` steps in a row carried; what was lost is left whole."""
-        shares = {link: num_bytes // num_steps for link, num_bytes in self.link_bytes.items()}
-        return replace(self, link_bytes=shares, sent_bytes=self.sent_bytes // num_steps)
 
 
 class LinkMeter:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -31,8 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncline
 from syncline import Fleet
-from syncline.bench.ranks.timing import Carried, LinkMeter, measure_rounds, predicted_s, predicted_step_s, wire_bound_s
-from syncline.bench.rows import COMPUTE_ALONE, Row
+from syncline.bench.ranks.timing import LinkMeter, measure_rounds, predicted_s, predicted_step_s, wire_bound_s
+from syncline.bench.rows import COMPUTE_ALONE, Carried, Row
 from syncline.bench.task import ModelShape, Task
 from syncline.demo import gpt
 from syncline.schedule import Collective
@@ -205,7 +205,8 @@ def measure_training(task: Task, fleet: Fleet) -> Iterator[list[Row]]:
 
 
 def _row(task: Task, fleet: Fleet, name: str, num_bytes: int, seconds: tuple[float, ...], carried: Carried) -> Row:
-    per_step = carried.per_step(task.num_steps)
+    link_bytes = {link: total // task.num_steps for link, total in carried.link_bytes.items()}
+    per_step = replace(carried, link_bytes=link_bytes, sent_bytes=carried.sent_bytes // task.num_steps)
     return Row(
         subject="training step",
         size_bytes=num_bytes,
@@ -213,10 +214,7 @@ def _row(task: Task, fleet: Fleet, name: str, num_bytes: int, seconds: tuple[flo
         times_s=seconds,
         bound_s=wire_bound_s(fleet, Collective.ALL_REDUCE, num_bytes),
         predicted_s=_predict_wire(fleet, name, num_bytes) if name in OWN and name != COMPUTE_ALONE else None,
-        link_bytes=per_step.link_bytes,
-        sent_bytes=per_step.sent_bytes,
-        num_dropped=per_step.num_dropped,
-        num_resent=per_step.num_resent,
+        **asdict(per_step),
     )
 
 
