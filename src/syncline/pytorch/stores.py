@@ -26,14 +26,13 @@ from syncline.errors import ConfigurationError, RendezvousError
 from syncline.fabric import FabricOptions
 from syncline.fabric.rendezvous import FIRST_LINE_S, LINE_S, begin_on_thread
 from syncline.fabric.shared_port import CONNECT_S, SharedStore, StoreSplices
-from syncline.fabric.sockets import listen_at, listen_in_range, open_socket
+from syncline.fabric.sockets import BACKLOG, listen_at, listen_in_range, open_socket
 from syncline.pytorch.environment import Environment
 from syncline.updates.private_torch import default_store
 
 ANSWER_S = 30.0
 """How long the store may take to answer."""
 PROBE_S = 1.0
-BACKLOG = 1024
 
 _log = logging.getLogger(__name__)
 

@@ -22,9 +22,8 @@ from pathlib import Path
 
 from syncline.cli.launcher.job import Job
 from syncline.errors import ConfigurationError
-from syncline.pytorch.secret import read_secret_file
+from syncline.pytorch.secret import SECRET_BYTES, read_secret_file
 
-SECRET_BYTES = 32
 PREFIX = "syncline-"
 LOCK = "owner"
 
