@@ -95,10 +95,10 @@ def distribute(
         elastic=installation.elastic_training,
         recovery=fleet.recovery,
     )
+    fleet.on_close(installation.end)
     distributed.heed = partial(heed, fleet, distributed)
     onlookers = follow_rates(installation), RuleWatch(installation)
     distributed.onlookers = [each.end_step for each in onlookers if each is not None]
-    fleet.on_close(installation.end)
     fleet.add_update(distributed.statistics, steps=distributed.count_steps)
     if save_on_failure is not None:
         save_after_losses(fleet, distributed, Path(save_on_failure))
