@@ -1,6 +1,7 @@
 """One rank of an elastic job as a process of its own, which kills itself where it is told; it logs what it trained.
 
 ``python elastic_process.py [min=N] [spares] FOLDER STEPS [RANK:STEP:PLACE ...]``; places are those of :func:`watch`.
+``RANK+RANK:STEP:PLACE``: two ranks die at once, when both are there.
 """
 
 from __future__ import annotations
@@ -53,18 +54,33 @@ def die() -> None:
 class Deaths:
     """Where this rank dies: each method arranges for one place of one step."""
 
-    def __init__(self, rank: int, told: list[str]) -> None:
+    def __init__(self, rank: int, told: list[str], folder: Path) -> None:
         self.step = -1
         self._due: dict[str, int] = {}
+        self._meets, self._is_met = folder / "at-once", False
+        self._is_one_of_two = False
         for death in told:
-            number, step, place = death.split(":")
-            if int(number) == rank:
+            numbers, step, place = death.split(":")
+            if str(rank) in (ranks := numbers.split("+")):
                 self._due[place] = int(step)
+                self._is_one_of_two, self._is_met = len(ranks) > 1, ranks[0] == str(rank)
 
     def at(self, place: str) -> None:
         """Die here, if it is time."""
-        if self._due.get(place, self.step + 1) <= self.step:
-            die()
+        if self._due.get(place, self.step + 1) > self.step:
+            return
+        if self._is_one_of_two:
+            self._meet()
+        die()
+
+    def _meet(self) -> None:
+        """Let the second of two kill the first, which waits for it here: neither goes on without the other."""
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(self._meets)
+        if self._is_met:
+            self._meets.write_text(str(os.getpid()))  # waits for a reader
+            signal.pause()
+        os.kill(int(self._meets.read_text()), signal.SIGKILL)
 
     def stop(self, folder: Path) -> None:
         """Be stopped here, if it is time, until another rank has gone on without this one."""
@@ -112,7 +128,7 @@ def digest(model: nn.Module) -> str:
 def train(folder: Path, num_steps: int, told: list[str], rule: Any, elastic: Any = True) -> None:
     fleet = syncline.init()
     rank = fleet.rank
-    deaths = Deaths(rank, told)
+    deaths = Deaths(rank, told, folder)
     model = make_model()
     model, optimizer = syncline.distribute(
         model,

@@ -29,7 +29,7 @@ def test_eight_ranks_with_spares_die_one_after_another(tmp_path: Path) -> None:
 
 
 def test_owner_and_spare_that_die_at_once_are_named(tmp_path: Path) -> None:
-    results = run_script(SCRIPT, 4, "spares", str(tmp_path), "4", "1:2:forward", "3:2:forward")
+    results = run_script(SCRIPT, 4, "spares", str(tmp_path), "4", "1+3:2:forward")
     assert [status for status, _ in results] == [1, KILLED, 1, KILLED], results
     for rank in (0, 2):
         assert "StateLostError: No rank that is left has the optimizer state of elements" in results[rank][1]

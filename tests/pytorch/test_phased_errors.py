@@ -291,6 +291,7 @@ def test_a_full_disk_is_told_with_what_it_takes_and_who(
             full.add(folder)
         for step in batches[1:]:
             trainer.step(*step[0])
+        trainer.synchronize()
 
     monkeypatch.setattr(storage_module, "_write_all", write_all)
     told = outcomes(run_fleets, body)
