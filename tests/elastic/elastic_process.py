@@ -57,30 +57,31 @@ class Deaths:
     def __init__(self, rank: int, told: list[str], folder: Path) -> None:
         self.step = -1
         self._due: dict[str, int] = {}
-        self._meets, self._is_met = folder / "at-once", False
-        self._is_one_of_two = False
+        self._pipe = folder / "at-once"
+        self._of_two: list[str] = []
         for death in told:
             numbers, step, place = death.split(":")
             if str(rank) in (ranks := numbers.split("+")):
                 self._due[place] = int(step)
-                self._is_one_of_two, self._is_met = len(ranks) > 1, ranks[0] == str(rank)
+                self._of_two = ranks if len(ranks) > 1 else []
+        self._is_first = self._of_two[:1] == [str(rank)]
 
     def at(self, place: str) -> None:
         """Die here, if it is time."""
         if self._due.get(place, self.step + 1) > self.step:
             return
-        if self._is_one_of_two:
-            self._meet()
+        if self._of_two:
+            self._kill_both()
         die()
 
-    def _meet(self) -> None:
+    def _kill_both(self) -> None:
         """Let the second of two kill the first, which waits for it here: neither goes on without the other."""
         with contextlib.suppress(FileExistsError):
-            os.mkfifo(self._meets)
-        if self._is_met:
-            self._meets.write_text(str(os.getpid()))  # waits for a reader
+            os.mkfifo(self._pipe)
+        if self._is_first:
+            self._pipe.write_text(str(os.getpid()))  # waits for a reader
             signal.pause()
-        os.kill(int(self._meets.read_text()), signal.SIGKILL)
+        os.kill(int(self._pipe.read_text()), signal.SIGKILL)
 
     def stop(self, folder: Path) -> None:
         """Be stopped here, if it is time, until another rank has gone on without this one."""

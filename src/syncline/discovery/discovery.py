@@ -314,7 +314,11 @@ def broadcast_bytes(communicator: Communicator, payload: bytes) -> bytes:
 def _both_ways(rounds: Iterable[tuple[Flow, ...]]) -> Iterator[tuple[Flow, ...]]:
     for flows in rounds:
         yield flows
-        yield tuple((target, source) for source, target in flows)
+        yield _back(flows)
+
+
+def _back(flows: tuple[Flow, ...]) -> tuple[Flow, ...]:
+    return tuple((target, source) for source, target in flows)
 
 
 def _rounds_of_pairs(sites: Sequence[Set]) -> list[tuple[Flow, ...]]:
@@ -322,21 +326,16 @@ def _rounds_of_pairs(sites: Sequence[Set]) -> list[tuple[Flow, ...]]:
 
     Each two of a site speak both ways, but of many hosts most one way only: there is enough then that tells of a link.
     """
-    near = filter(None, map(_joined, zip_longest(*(_tournament(sorted(site)) for site in sites), fillvalue=())))
+    near = _at_once(zip_longest(*(_tournament(sorted(site)) for site in sites), fillvalue=()))
     far = ((zip(sorted(one), sorted(other), strict=False) for one, other in pairs) for pairs in _tournament(sites))
-    ways = [_two_ways(number, flows) for number, flows in enumerate(near)]
-    there, back = [there for there, _ in ways], [back for _, back in ways]
-    return [*there, *back[: max(0, NUM_BOTH_WAYS - len(there))], *_both_ways(filter(None, map(_joined, far)))]
+    there = [_back(flows) if number % 2 else flows for number, flows in enumerate(near)]  # who has sent receives
+    back = map(_back, there[: max(0, NUM_BOTH_WAYS - len(there))])
+    return [*there, *back, *_both_ways(_at_once(far))]
 
 
-def _joined(flows: Iterable[Iterable[Flow]]) -> tuple[Flow, ...]:
-    return tuple(chain(*flows))
-
-
-def _two_ways(number: int, flows: tuple[Flow, ...]) -> tuple[tuple[Flow, ...], tuple[Flow, ...]]:
-    """Return these flows and their reverse, in turns: so a host sends in as many rounds as it receives."""
-    back = tuple((target, source) for source, target in flows)
-    return (back, flows) if number % 2 else (flows, back)
+def _at_once(rounds: Iterable[Iterable[Iterable[Flow]]]) -> list[tuple[Flow, ...]]:
+    """Return the rounds in which all parts of each are measured together."""
+    return [flows for parts in rounds if (flows := tuple(chain(*parts)))]
 
 
 def _tournament(players: Sequence[Player]) -> Iterator[tuple[tuple[Player, Player], ...]]:
@@ -376,7 +375,7 @@ def _rounds_inside(groups: Sequence[Set], around: Around) -> Iterator[tuple[Flow
     So what it can do shows beyond what one other can. A host that has not two beside it speaks with all there are.
     """
     parts = [_forks(sorted(group)) for group in groups if len(group) > 1]
-    outward = [tuple(chain(*flows)) for flows in zip_longest(*parts, fillvalue=())]
+    outward = _at_once(zip_longest(*parts, fillvalue=()))
     few = [host for group in groups if len(group) < FEW for host in group]
     if len(few) <= MOST_STARS:
         others = {host: around(frozenset((host,))) - {host} for host in few}

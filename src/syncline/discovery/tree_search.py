@@ -418,13 +418,9 @@ def _with_rates_alike(tree: FittedTree) -> FittedTree:
     ]:
         _, place = min(near)
         groups[place] += groups.pop(place + 1)
-    mean = {each: _three_digits(math.exp(statistics.fmean(group))) for group in groups for each in group}
+    mean = {each: _rounded(math.exp(statistics.fmean(group)), digits=3) for group in groups for each in group}
     up, down = ({node: mean[math.log(rate)] for node, rate in rates.items()} for rates in (tree.up, tree.down))
     return replace(tree, up=up, down=down)
-
-
-def _three_digits(bytes_per_s: float) -> float:
-    return float(f"{8 * bytes_per_s:.3g}") / 8
 
 
 def _downward(tree: FittedTree) -> dict[Set, Link]:
@@ -476,9 +472,13 @@ def _rates(nodes: Sequence[Switch | Host]) -> str:
     rates = [rate for node in nodes if node.link for rate in (node.link.up_bytes_per_s, node.link.down_bytes_per_s)]
     least, most = min(rates), max(rates)
     if most < ALIKE * least:
-        return f"about {_rounded(math.sqrt(least * most))}"
-    return f"of {_rounded(least)} to {_rounded(most)}"
+        return f"about {_told(math.sqrt(least * most))}"
+    return f"of {_told(least)} to {_told(most)}"
 
 
-def _rounded(bytes_per_s: float) -> str:
-    return format_rate(float(f"{8 * bytes_per_s:.2g}") / 8)
+def _told(bytes_per_s: float) -> str:
+    return format_rate(_rounded(bytes_per_s, digits=2))
+
+
+def _rounded(bytes_per_s: float, *, digits: int) -> float:
+    return float(f"{8 * bytes_per_s:.{digits}g}") / 8
