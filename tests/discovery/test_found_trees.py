@@ -195,6 +195,22 @@ def test_what_was_known_holds_while_flows_are_as_it_predicts(factor: float) -> N
     assert (off <= 1 / 3) == (factor == 1.0)
 
 
+def test_how_links_are_divided_is_no_doubt_of_them() -> None:
+    """Every second flow that a link limits has less than half of what the next has, and both what they should have."""
+    topology = Topology.load("two-racks-5-3")
+    network = EmulatedNetwork(topology, noise=0.0, seed=1)
+
+    def measure(flows: Sequence[Flow]) -> Round:
+        rates = list(network.measure(flows).rates)
+        for rate in set(rates):
+            alike = [place for place, other in enumerate(rates) if other == rate]
+            for low, high in zip(alike[::2], alike[1::2], strict=False):
+                rates[low], rates[high] = 0.6 * rate, 1.4 * rate
+        return Round(tuple(flows), tuple(rates))
+
+    assert look_at(topology, network.sites, measure) < 0.01
+
+
 def test_what_was_found_is_said_in_a_few_words() -> None:
     assert describe_topology(Topology.load("two-racks-5-3")) == "2 racks of 5 and 3 hosts, uplinks about 200 Mbit/s"
     assert describe_topology(Topology.load("flat-8")) == "8 hosts at one switch, about 1 Gbit/s"

@@ -44,6 +44,7 @@ from syncline.discovery.tree_search import (
     fair_shares,
     fit_tree,
     likely_sets,
+    off_by_link,
 )
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.port import Port
@@ -58,7 +59,7 @@ NUM_BOTH_WAYS = 32
 NUM_LOOKS = 4
 """So many rounds show whether a network is as it was."""
 SAME_PART = 1 / 3
-"""It is, while most flows differ by less than this part."""
+"""It is, while most of the links that limit flows differ by less than this part."""
 FLOW_S = (0.035, 0.15)
 """How long flows send; longer only where the first tree was in doubt, and round trips do not make them longer still."""
 AGAIN_S = (0.06, 0.2)
@@ -243,16 +244,14 @@ def measure_again(port: Port, communicator: Communicator, *, stream: int) -> Top
 
 
 def look_at(known: Topology, sites: Sequence[Set], measure: Measure) -> float:
-    """Measure a few rounds; return by how much, as a part, one of four flows is off ``known``, or more."""
+    """Measure a few rounds; return by how much, as a part, one of four links is off ``known``, or more."""
     firsts = sorted(host.ranks[0].rank for host in known.hosts)
     looks = _rounds_of_pairs(sites)
     looks = looks[:: max(1, len(looks) // NUM_LOOKS)][:NUM_LOOKS]
     looks += _rounds_across_all(_switches(known, firsts)[:NUM_LOOKS], sites)
-    off = [
-        abs(math.log(max(rate, 1.0) / predicted))
-        for each in map(measure, looks)
-        for rate, predicted in zip(each.rates, predicted_rates(known, firsts, each.flows), strict=True)
-    ]
+    predicted = np.concatenate([predicted_rates(known, firsts, flows) for flows in looks])
+    measured = np.concatenate([each.rates for each in map(measure, looks)])
+    off, _ = off_by_link(np.repeat(np.arange(len(looks)), [*map(len, looks)]), measured, predicted)
     return math.expm1(float(np.quantile(off, 0.75)))
 
 

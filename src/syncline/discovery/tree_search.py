@@ -172,7 +172,8 @@ class _Evidence:
         """Return the tree with its rates."""
         nodes = _nodes(self._num_hosts, switches)
         predicted, rates = self._predict(nodes[self._num_hosts :])
-        off, numbers = self._off(predicted)
+        places = np.nonzero(self._is_real)
+        off, numbers = off_by_link(places[0], self._rates[places], predicted[places])
         of_rounds = np.bincount(numbers, off) / np.bincount(numbers)
         both = zip(np.split(self._host_rates, 2), np.split(rates, 2), strict=True)
         up, down = (dict(zip(nodes, np.concatenate(each).tolist(), strict=True)) for each in both)
@@ -184,13 +185,6 @@ class _Evidence:
             error=float(np.mean(off)),
             doubtful=tuple(self._flows[number] for number in np.flatnonzero(of_rounds > DOUBT)),
         )
-
-    def _off(self, predicted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return by how much what is limited by one link is off, and in which round: TCP divides a link unevenly."""
-        places = np.nonzero(self._is_real)
-        limited, numbers = np.unique(np.stack([places[0], predicted[places]]), axis=1, return_inverse=True)
-        measured, expected = (np.bincount(numbers.ravel(), each[places]) for each in (self._rates, predicted))
-        return np.abs(np.log(np.maximum(measured, _LEAST) / np.maximum(expected, _LEAST))), limited[0].astype(int)
 
     def _predict(self, switches: Sequence[Set]) -> tuple[np.ndarray, np.ndarray]:
         """Return each flow's fair share, and the rates of the switches' links, up and then down."""
@@ -204,6 +198,16 @@ class _Evidence:
         from_below, to_below = below[self._sources], below[self._targets]
         crosses = np.concatenate([from_below & ~to_below, to_below & ~from_below], axis=2)
         return crosses, _rates_of(np.asarray((self._rates[:, None, :] @ crosses)[:, 0]))
+
+
+def off_by_link(numbers: np.ndarray, measured: np.ndarray, predicted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return by how much, as a logarithm, what is limited by one link of a round is off, and that round's number.
+
+    All three are by flow, and ``numbers`` says in which round. TCP divides a link unevenly, which is no doubt of it.
+    """
+    limited, places = np.unique(np.stack([numbers, predicted]), axis=1, return_inverse=True)
+    totals = (np.maximum(np.bincount(places.ravel(), each), _LEAST) for each in (measured, predicted))
+    return np.abs(np.subtract(*map(np.log, totals))), limited[0].astype(int)
 
 
 def huber_losses(errors: np.ndarray) -> np.ndarray:
