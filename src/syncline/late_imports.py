@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 
+_lock = threading.Lock()
+_was_collecting: list[bool] = []
+"""Before each that is inside now; only the first finds that it was."""
+
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Look for no garbage meanwhile."""
-    is_collecting = gc.isenabled()
-    gc.disable()
+    """Look for no garbage meanwhile, nor until all threads that asked for that are done."""
+    with _lock:
+        _was_collecting.append(gc.isenabled())
+        gc.disable()
     try:
         yield
     finally:
-        if is_collecting:
-            gc.enable()
+        with _lock:
+            if _was_collecting.pop():
+                gc.enable()
 
 
 @without_collections()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import threading
@@ -93,6 +94,29 @@ def test_loads_on_other_ranks(world: int | Topology, rule: UpdateRule, tmp_path:
     for found in run_fleets(world, body):
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+class GarbageProbe:
+    """A part of a checkpoint that notes whether garbage is looked for while it is asked."""
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def state_dict(self) -> dict[str, int]:
+        self.found.append(gc.isenabled())
+        return {"kept": 1}
+
+    def load_state_dict(self, _: dict[str, int]) -> None:
+        self.found.append(gc.isenabled())
+
+
+def test_nobody_waits_for_a_rank_that_looks_for_garbage(tmp_path: Path) -> None:
+    model, probe = CASE.make(), GarbageProbe()
+    save_checkpoint(tmp_path / "saved", model, probe=probe)
+    load_checkpoint(tmp_path / "saved", model, probe=probe)
+    assert len(probe.found) >= 2
+    assert not any(probe.found)
+    assert gc.isenabled()
 
 
 def test_seconds_in_which_a_checkpoint_is_written_are_counted_for_those_who_look_on(

@@ -6,7 +6,6 @@ well. One that holds the interpreter is not, and nor is a process that is stoppe
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 from collections import Counter
@@ -18,6 +17,7 @@ from types import FrameType
 from typing import NamedTuple, TypeVar
 
 from syncline.fabric.progress import BACKWARD, ELSEWHERE, FORWARD, Progress
+from syncline.late_imports import without_collections
 
 MOST_FRAMES, MOST_THREADS = 40, 24
 _LIBRARIES = (str(Path(threading.__file__).parent), str(Path(__file__).parents[1]))
@@ -95,14 +95,8 @@ def look_at_frames(look: Callable[[Mapping[int, FrameType]], T]) -> T:
     No garbage is collected meanwhile: Python 3.11 makes an object for a frame when it is asked for, and where a
     collection at that moment lets the frame's own thread go on, it returns, as a frame, what lies in its memory then.
     """
-    with _one_looks:
-        was_on = gc.isenabled()
-        gc.disable()
-        try:
-            return look(sys._current_frames())  # the documented way, private by its name alone
-        finally:
-            if was_on:
-                gc.enable()
+    with _one_looks, without_collections():
+        return look(sys._current_frames())  # the documented way, private by its name alone
 
 
 def stack_of(frame: FrameType | None) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from syncline.errors import CheckpointError, SynclineError, name_ranks
+from syncline.late_imports import without_collections
 from syncline.pytorch.control import fleet_of, trainings_of
 from syncline.pytorch.flatten import plan_model, trained_parameters
 from syncline.pytorch.fleet import Fleet
@@ -35,12 +36,12 @@ Result = TypeVar("Result")
 
 
 def again_if_members_change(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Let ranks that save or load together begin again if some are lost meanwhile."""
+    """Let ranks that save or load together begin again if some are lost meanwhile; all would wait for one's garbage."""
 
     @wraps(function)
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         while True:
-            with suppress(MembersChangedError):
+            with suppress(MembersChangedError), without_collections():
                 return function(*args, **kwargs)
 
     return call
