@@ -6,6 +6,12 @@ For each number of ranks: seconds until all are connected and have summed 4 KiB 
 then; the descriptors and the memory (MiB, resident, of which 38 are Python, numpy and this library) of who has most;
 seconds of one more sum; and, as one rank is killed while all others sum, seconds until the median and the last of them
 have an error, and how many of these errors name the rank.
+
+    python benchmarks/bare_ranks.py --idle 8 32 64
+
+Ranks close connections that are idle for so many seconds (60 by themselves). Told are the descriptors of who has most,
+and seconds: at the start, after a sum of 16 MiB for which all pairs connect, after one more, after three times that
+many seconds, and after a sum that opens them again.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ from syncline.topology import Topology
 
 CONNECT_S = 300.0
 NUM_ELEMENTS = 1024
+MANY_ELEMENTS = 4 << 20
 
 
 class Table:
@@ -81,11 +88,14 @@ class PipeStore:
             return answer
 
 
-def be_rank(rank: int, num_ranks: int, dead_s: float, store: Connection, pipe: Connection) -> None:
-    """Start, sum, tell the parent, and sum again each time that it says so; die if it says so."""
-    options = FabricOptions(address="127.0.0.1", connect_s=CONNECT_S, dead_s=dead_s)
+def be_rank(
+    rank: int, num_ranks: int, dead_s: float, idle_s: float | None, store: Connection, pipe: Connection
+) -> None:
+    """Start, sum, tell the parent, and sum so many numbers each time that it says so; die if it says so."""
+    idle: dict[str, Any] = {} if idle_s is None else {"idle_s": idle_s}
+    options = FabricOptions(address="127.0.0.1", connect_s=CONNECT_S, dead_s=dead_s, **idle)
     settings: dict[str, Any] = {"store": PipeStore(store), "options": options, "topology": Topology.flat(num_ranks)}
-    numbers: Any = np.ones(NUM_ELEMENTS, np.float32)
+    numbers: Any = np.ones(NUM_ELEMENTS if idle_s is None else MANY_ELEMENTS, np.float32)
     buffer, kind = memoryview(numbers).cast("B"), numpy_reduction("float32")
     num_inherited, began_s = _num_descriptors(), time.monotonic()
     try:
@@ -95,14 +105,15 @@ def be_rank(rank: int, num_ranks: int, dead_s: float, store: Connection, pipe: C
         return
     with communicator:  # who leaves it lets others read why first
         try:
-            communicator.all_reduce(buffer, kind).wait()
+            communicator.all_reduce(buffer[: 4 * NUM_ELEMENTS], kind).wait()
             memory_mib = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
             used = (time.process_time(), _num_descriptors() - num_inherited, memory_mib)
             pipe.send((time.monotonic() - began_s, *used))
-            while pipe.recv() != "die":
+            while (asked := pipe.recv()) != "die":
                 began_s = time.monotonic()
-                communicator.all_reduce(buffer, kind).wait()
-                pipe.send(time.monotonic() - began_s)
+                if asked:
+                    communicator.all_reduce(buffer[: 4 * asked], kind).wait()
+                pipe.send((time.monotonic() - began_s, _num_descriptors() - num_inherited))
         except SynclineError as error:
             pipe.send((time.monotonic(), str(error)))
             return
@@ -113,12 +124,12 @@ def _num_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def measure(num_ranks: int, dead_s: float) -> str:
+def measure(num_ranks: int, dead_s: float, idle_s: float | None) -> str:
     """Return a row of the table."""
     table, context = Table(), get_context("fork")
     stores, pipes = ([context.Pipe() for _ in range(num_ranks)] for _ in range(2))
     ranks = [
-        context.Process(target=be_rank, args=(rank, num_ranks, dead_s, stores[rank][1], pipes[rank][1]))
+        context.Process(target=be_rank, args=(rank, num_ranks, dead_s, idle_s, stores[rank][1], pipes[rank][1]))
         for rank in range(num_ranks)
     ]
     for rank in ranks:
@@ -131,22 +142,37 @@ def measure(num_ranks: int, dead_s: float) -> str:
     if failed:
         row = f"| {num_ranks} | {len(failed)} failed: {failed[0][1]} |"
     else:
-        row = f"| {num_ranks} | " + _lose_one(ends, started) + " |"
+        row = f"| {num_ranks} | {_lose_one(ends, started) if idle_s is None else _let_rest(ends, started, idle_s)} |"
     for rank in ranks:
         rank.kill()
         rank.join()
     return row
 
 
+def _all(ends: list[Connection], num_elements: int) -> tuple[float, int]:
+    """Let all sum so many numbers; return the most seconds, and the most descriptors."""
+    for end in ends:
+        end.send(num_elements)
+    seconds, descriptors = zip(*(end.recv() for end in ends), strict=True)
+    return max(seconds), max(descriptors)
+
+
+def _let_rest(ends: list[Connection], started: list[tuple[float, float, int, float]], idle_s: float) -> str:
+    first, again = (_all(ends, MANY_ELEMENTS) for _ in range(2))
+    time.sleep(3 * idle_s)
+    _, num_left = _all(ends, 0)
+    woken = _all(ends, MANY_ELEMENTS)
+    at_start = max(descriptors for _, _, descriptors, _ in started)
+    return f"{at_start} | {first[0]:.2f} | {first[1]} | {again[0]:.2f} | {num_left} | {woken[0]:.2f} | {woken[1]}"
+
+
 def _lose_one(ends: list[Connection], started: list[tuple[float, float, int, float]]) -> str:
     seconds, used_s, descriptors, memory_mib = zip(*started, strict=True)
-    for end in ends:
-        end.send("sum")
-    again_s = max(end.recv() for end in ends)
+    again_s, _ = _all(ends, NUM_ELEMENTS)
     lost = len(ends) // 2
     others = [end for rank, end in enumerate(ends) if rank != lost]
     for end in others:
-        end.send("sum")
+        end.send(NUM_ELEMENTS)
     died_s = time.monotonic()
     ends[lost].send("die")
     told = [end.recv() for end in others]
@@ -163,11 +189,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ranks", type=int, nargs="+")
     parser.add_argument("--silence", type=float, default=10.0, help="seconds after which a silent rank is lost")
+    parser.add_argument("--idle", type=float, help="seconds after which idle connections are closed")
     options = parser.parse_args()
-    columns = ("ranks", "start", "processor", "descriptors", "MiB", "again", "half know", "all know", "name it")
+    columns: tuple[str, ...] = (
+        "ranks",
+        "start",
+        "processor",
+        "descriptors",
+        "MiB",
+        "again",
+        "half know",
+        "all know",
+        "name it",
+    )
+    if options.idle is not None:
+        columns = ("ranks", "at the start", "first", "descriptors", "again", "after the rest", "woken", "descriptors")
     print(f"| {' | '.join(columns)} |\n" + "|---" * len(columns) + "|")
     for num_ranks in options.ranks:
-        print(measure(num_ranks, options.silence), flush=True)
+        print(measure(num_ranks, options.silence, options.idle), flush=True)
 
 
 if __name__ == "__main__":

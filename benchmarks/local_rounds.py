@@ -1,4 +1,4 @@
-"""Steps per second of local steps with rounds between, in the lab: ``LocalSteps`` beside torchft's ``DiLoCo``.
+"""Steps per second of local steps with rounds between, in the lab: our rules beside torchft's ``DiLoCo``.
 
     sudo python benchmarks/local_rounds.py two-sites --to rows.jsonl
     sudo python benchmarks/local_rounds.py two-sites --mib 3 --only alone 'LocalSteps()' --to rows.jsonl
@@ -35,6 +35,17 @@ METHODS: tuple[dict[str, Any], ...] = (
         "method": "LocalSteps, DiLoCo's outer step, waited for",
         "rule": "LocalSteps(outer=Nesterov(learning_rate=0.7, momentum=0.9), fragments=1, parties=None, overlap=False)",
     },
+    *(
+        {"method": rule, "rule": rule}
+        for rule in (
+            "LocalSteps(within=Sharded())",
+            "Clustered()",
+            "Clustered(within=AllReduce())",
+            "Clustered(within=Sharded())",
+            "AllReduce()",
+            "Sharded()",
+        )
+    ),
     {"method": "torchft DiLoCo", "torchft": {}},
     {"method": "torchft DiLoCo, 2 fragments, delay 4", "torchft": {"fragments": 2, "fragment_sync_delay": 4}},
 )

@@ -59,7 +59,7 @@ def test_two_ranks_of_a_job_agree(connection_class):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"versions": (6, 7)}, Refusal.VERSION),
+        ({"versions": (7, 8)}, Refusal.VERSION),
         ({"job_id": "another"}, Refusal.JOB),
         ({"epoch": 78}, Refusal.EPOCH),
         ({"authenticates_frames": True}, Refusal.FRAMES),

@@ -5,7 +5,7 @@ import random
 from functools import partial
 
 import pytest
-from fabric_scenarios import connect_all, gather, run_over_tcp
+from fabric_scenarios import connect_all, gather, run_over_tcp, vanish
 
 from syncline.errors import PeerLostError
 from syncline.fabric import FabricOptions, PeerLeftError, gossip
@@ -209,12 +209,6 @@ def test_a_rank_that_is_lost_to_those_above_it_alone_is_lost_for_all(in_a_ring, 
             assert list(recorders[rank].lost) == [victim], "nobody else"
 
     run_over_tcp(8, scenario, **SPARSE)
-
-
-def vanish(fabric):
-    """Let a rank end without a word, as a killed process does."""
-    fabric.living = list  # nobody is told
-    fabric.abort()
 
 
 def test_ranks_take_others_as_neighbours_in_place_of_the_lost(in_a_ring):

@@ -153,4 +153,48 @@ FABRIC_MUTANTS = (
         ),
         is_quick=False,
     ),
+    Mutant(
+        name="who asked and has sent something since closes all the same",
+        breaks="a message stays where it is, between two ranks that both hold their connections for idle",
+        changes=(
+            Change(
+                file="fabric/resting.py",
+                before="if self._asked.pop(peer.rank, None) == peer.num_exchanged and is_idle:",
+                after="if self._asked.pop(peer.rank, None) is not None:",
+            ),
+        ),
+        found_by=NamedTest(
+            file="tests/fabric/test_resting.py",
+            name="test_the_higher_asks_when_it_was_long_enough_and_closes_if_nothing_came_between",
+        ),
+    ),
+    Mutant(
+        name="what is not acknowledged may rest",
+        breaks="the same, where a connection breaks while a message is with the kernel",
+        changes=(
+            Change(
+                file="fabric/peer_transport.py",
+                before="return self.is_drained and not self._native_transport.num_unacknowledged(self._peer)",
+                after="return self.is_drained",
+            ),
+        ),
+        found_by=NamedTest(
+            file="tests/fabric/test_resting.py", name="test_what_the_peer_is_not_known_to_have_keeps_connections_open"
+        ),
+    ),
+    Mutant(
+        name="who rests is given up as soon as who broke a connection",
+        breaks="a rank that is held up for seconds is lost to who wakes it, though others see that it lives",
+        changes=(
+            Change(
+                file="fabric/reopening.py",
+                before="            self._lines[peer.rank, connection_class].on_answer = on_answer\n",
+                after="",
+            ),
+        ),
+        found_by=NamedTest(
+            file="tests/simulation/test_simulation.py", name="test_jobs_that_failed_once_where_connections_rest"
+        ),
+        is_quick=False,
+    ),
 )

@@ -117,8 +117,8 @@ class EngineScenario:
         self.time.note(f"rank {rank}: {call.label} ended with {self.outcomes[rank, number]}")
 
     def _check(self, job: MemoryJob) -> None:
-        if job.host.errors:
-            raise SimulationError(f"on the loop: {job.host.errors[0]!r}")
+        if errors := job.host.errors:  # once seen, they are not told again
+            raise SimulationError(f"on the loop: {errors[0]!r}")
         expected = [
             replay(call.schedule, call.layout, buffers) for call, buffers in zip(self.calls, self.inputs, strict=True)
         ]

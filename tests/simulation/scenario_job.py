@@ -16,6 +16,7 @@ from virtual_time import Host, SimulationError, VirtualTime
 
 from syncline.errors import DeadlineError, FabricClosedError, MismatchError, PeerLostError, SynclineError
 from syncline.fabric.peer_transport import TransportSet
+from syncline.fabric.tcp import TcpFabric
 from syncline.runtime.communicator import LINGER_S
 from syncline.schedule import PLANNERS, Collective, Layout, Schedule, plan_tree
 
@@ -195,7 +196,7 @@ class JobScenario:
 
     def _strike(self) -> None:
         choose, ranks = self.choose, self.job.ranks
-        is_connected = all(rank.fabric is not None and not rank.fabric._mesh._meeting for rank in ranks)
+        is_connected = all(rank.fabric is not None and not _is_meeting(rank.fabric) for rank in ranks)
         if self.fault == "held" and not is_connected:  # nobody beats before
             self.time.after(0.1, self._strike)
             return
@@ -302,8 +303,8 @@ class JobScenario:
 
     def _check(self) -> None:
         for rank in self.job.living:
-            if rank.host.errors:
-                raise SimulationError(f"rank {rank.rank}: {rank.host.errors[0]!r} on its loop")
+            if errors := rank.host.errors:  # once seen, they are not told again
+                raise SimulationError(f"rank {rank.rank}: {errors[0]!r} on its loop") from errors[0]
             self._check_rank(rank)
         if self.is_harmless:
             for rank in self.job.living:
@@ -346,6 +347,36 @@ class JobScenario:
                 raise SimulationError(f"rank {rank.rank} does not blame rank {self.victim.rank}: {text}")
         if rank.told[call.number] > TIMEOUT_S + 30.0 + DETECTION_S:
             raise SimulationError(f"rank {rank.rank} waited {rank.told[call.number]:.1f} s for its error")
+
+
+class RestingJobScenario(JobScenario):
+    """One whose ranks pause before each call, so that connections that are no neighbours' rest, in a ring."""
+
+    def __init__(self, seed: int, fault: str) -> None:
+        idle_s, heartbeat_s = (0.02, 0.1, 0.3, 1.0)[seed % 4], (0.05, 0.2)[seed // 4 % 2]
+        super().__init__(seed, fault, max_ranks=9, most_connected=1, idle_s=idle_s, heartbeat_s=heartbeat_s)
+
+    @property
+    def num_woken(self) -> int:
+        """How many ends of connections were there again, after a rest or a fault."""
+        statistics = (rank.fabric.statistics() for rank in self.job.ranks if rank.fabric is not None)
+        return sum(entry.reconnects for each in statistics for entry in each.connections)
+
+    def _fault_s(self) -> float:
+        return super()._fault_s() + self.choose.choice((0.0, 0.5, 1.5, 3.0, 6.0))
+
+    async def _make_calls(self, rank: VirtualRank) -> None:
+        pauses = random.Random(f"{self.shape} {rank.rank} {self.strikes_s}")
+        for call in self._calls_of(rank):
+            await asyncio.sleep(pauses.choice((0.0, 0.05, 0.3, 1.0, 3.0)))
+            await self.job.make(rank, call)
+            if rank.outcomes[call.number] is not None:
+                break
+
+
+def _is_meeting(fabric: TcpFabric) -> bool:
+    """Whether it opens connections to a rank, for the first time or after a rest."""
+    return bool(fabric._mesh._meeting) or any(peer.is_waking for peer in fabric._peers.values())
 
 
 @lru_cache(maxsize=8)

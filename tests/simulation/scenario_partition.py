@@ -112,8 +112,8 @@ class PartitionScenario:
 
     def _losses(self, rank: VirtualRank) -> set[int]:
         assert rank.ear is not None
-        if rank.host.errors:
-            raise SimulationError(f"rank {rank.rank}: {rank.host.errors[0]!r} on its loop")
+        if errors := rank.host.errors:  # once seen, they are not told again
+            raise SimulationError(f"rank {rank.rank}: {errors[0]!r} on its loop")
         for peer, error in rank.ear.losses.items():
             if (
                 not isinstance(error, PeerLostError)

@@ -9,7 +9,7 @@ import pytest
 import simulate
 from cluster_world import World
 from scenario_clusters import ClusterScenario
-from scenario_job import FAULTS, JobScenario
+from scenario_job import FAULTS, JobScenario, RestingJobScenario
 from scenario_overlapped import PRIME, OverlappedScenario
 from scenario_partition import PartitionScenario
 from virtual_time import Host, SimulationError, VirtualTime
@@ -42,6 +42,22 @@ def test_each_fault_where_each_rank_has_two_neighbours(fault: str, in_a_ring: No
     for scenario in scenarios:
         scenario.run()
     assert sum(scenario.topology.num_ranks > 4 for scenario in scenarios) > 1
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_where_connections_rest(fault: str, in_a_ring: None) -> None:
+    scenarios = [RestingJobScenario(seed, fault) for seed in range(6)]
+    for scenario in scenarios:
+        scenario.run()
+    assert sum(scenario.num_woken for scenario in scenarios) > 10
+
+
+@pytest.mark.parametrize(
+    ("seed", "fault"),
+    [(28, "stranger"), (39, "short cut"), (38, "held"), (69, "held"), (5004, "cut"), (25, "kill"), (3074, "storm")],
+)
+def test_jobs_that_failed_once_where_connections_rest(seed: int, fault: str, in_a_ring: None) -> None:
+    RestingJobScenario(seed, fault).run()
 
 
 @pytest.mark.parametrize(("seed", "fault"), [(81, "storm"), (10, "held"), (80, "cut"), (126, "cut")])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-VERSION = 5
+VERSION = 6
 MAX_REASON_BYTES = 1024
 CONTROL_CLASS = -1
 """The class number of the control connection; data classes count from 0."""
@@ -70,6 +70,8 @@ class FrameType(IntEnum):
     it for the first time passes it on (:mod:`syncline.fabric.gossip`)."""
     ROUTED = 19
     """A message of the layer above that is passed on; ``tag`` says from whom, and to whom."""
+    REST = 20
+    """The sender would close the connections to this peer for want of use (``tag`` 0), or agrees to that (1)."""
 
 
 def cut_reason(reason: str) -> bytes:

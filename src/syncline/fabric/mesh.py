@@ -36,7 +36,7 @@ from syncline.fabric.options import NOWHERE, FabricOptions
 from syncline.fabric.peer import Peer
 from syncline.fabric.reach import Reach, check_reach
 from syncline.fabric.rendezvous import AnyRendezvous, Generation, Member
-from syncline.fabric.reopening import Reopener
+from syncline.fabric.reopening import NEWS_S, Reopener
 from syncline.fabric.shared_host import MemoryOffers
 from syncline.fabric.shared_port import SharedListener, name_of, open_listener
 from syncline.fabric.sizing import fit_grants, fit_options, fit_window_sizes
@@ -165,6 +165,13 @@ def _check_one_family(members: Sequence[Member]) -> None:
         )
 
 
+class _IdleError(OSError):
+    """Why connections are opened again that nobody had used."""
+
+    def __str__(self) -> str:
+        return "its connections were closed for want of use, and cannot be opened again"
+
+
 class _Mesh:
     """How the connections of one fabric are opened: dialled to lower ranks, accepted from higher ones."""
 
@@ -207,7 +214,9 @@ class _Mesh:
             holds=lambda peer, *which: self._reopener.holds(fabric.peer(peer), *which),
             on_call=self.reach.take,
         )
-        self._reopener = Reopener(self._terms, options, reach=self.reach, greet=self.acceptor.greet, trace=trace)
+        self._reopener = Reopener(
+            self._terms, options, places=self._places, reach=self.reach, greet=self.acceptor.greet, trace=trace
+        )
         self._prepare_peers()
         fabric.use_mesh(self)
         if isinstance(listening, SharedListener):
@@ -257,13 +266,18 @@ class _Mesh:
             took_s = loop.time() - began_s
             self._fabric.on_broken(peer, f"is lost: it could not be connected to in {took_s:.1f} s", must_tell=False)
         except (HandshakeError, ConfigurationError) as error:
+            await asyncio.sleep(NEWS_S)
             self._fabric.on_broken(peer, f"is lost: {error}", must_tell=False)
 
     async def _meet_by(self, peer: Peer, on_answer: Callable[[], None]) -> None:
         if peer.rank > self._fabric.rank:
             await self._ask_to_dial(peer, on_answer)
             return
-        while not peer.is_ready:
+        if peer.rests:
+            peer.is_waking = True
+            self._reopener.wake(peer, _IdleError(), on_answer)
+            await self._until_ready(peer)
+        while not (peer.is_ready or peer.is_gone):
             all_classes = range(CONTROL_CLASS, peer.options.num_classes)
             classes = [each for each in all_classes if not peer.has_connection(each)]
             dials = [self._dial(self._members[peer.rank], each, on_answer) for each in classes]
@@ -275,13 +289,17 @@ class _Mesh:
                     raise
                 await asyncio.sleep(FIRST_PAUSE_S)  # one of the two has opened further classes, as the other will
             else:
-                await self._fabric.wait_for_peer(peer, lambda: peer.is_ready)
+                await self._until_ready(peer)
         self.reach.drop_call(peer.rank, CONTROL_CLASS)
+
+    async def _until_ready(self, peer: Peer) -> None:
+        """Wait for its connections, in the end too: what is queued for it is still to be sent."""
+        await self._fabric.wait_until(lambda: peer.is_ready or peer.is_gone)
 
     async def _ask_to_dial(self, peer: Peer, on_answer: Callable[[], None]) -> None:
         """Call a higher rank, which dials then, until it has done so."""
         pause_s = FIRST_PAUSE_S
-        while not peer.is_ready:
+        while not (peer.is_ready or peer.is_gone):
             try:
                 sock = await self.reach.call(peer.rank, CONTROL_CLASS, self._options.handshake_s)
             except ConnectionRefusedError as error:
@@ -293,7 +311,7 @@ class _Mesh:
             on_answer()
             with sock, contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(2 * self._options.handshake_s):
-                    await self._fabric.wait_for_peer(peer, lambda: peer.is_ready)
+                    await self._until_ready(peer)
 
     def _called(self, source: int, connection_class: int) -> None:
         """Dial a rank that calls, or go on with a connection of which it alone knows that it broke."""
@@ -306,6 +324,11 @@ class _Mesh:
             self.meet(peer)
 
     # --- further classes ---
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether further classes are being opened."""
+        return self._opening.locked()
 
     async def open_classes(self, priorities: Priorities, *, timeout_s: float, only_check: bool) -> None:
         """Open what was expected, these among them, and mark all; sizes become those of several classes."""
@@ -337,9 +360,14 @@ class _Mesh:
         """Wait until whoever is being met has its connections, as both must see this alike when classes are added."""
         if self.acceptor.handshakes:
             await asyncio.wait(self.acceptor.handshakes, timeout=self._options.handshake_s)
+        for peer in self._peers():
+            if peer.rests:
+                self.meet(peer)
         with contextlib.suppress(TimeoutError):  # who is late then will be missed by name
             async with asyncio.timeout(timeout_s):
-                await self._fabric.wait_until(lambda: not any(peer.is_half_open for peer in self._peers()))
+                await self._fabric.wait_until(
+                    lambda: not any(each.is_half_open or each.rests for each in self._peers())
+                )
 
     def _expect(self, priorities: Priorities) -> None:
         """Check that these classes can be opened, with what is open and what else is expected."""

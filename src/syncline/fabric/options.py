@@ -79,6 +79,9 @@ class FabricOptions:
     """So many ranks, or fewer, are all connected from the start. Of more, each is to some neighbours, and to another
     rank once one of the two sends the other something (:mod:`syncline.fabric.gossip`); to all, where a rank cannot be
     dialled."""
+    idle_s: Positive = 60.0
+    """Of more, those that are no neighbours close their connections when neither has sent the other anything for so
+    long; who does then opens them again."""
     num_classes: Annotated[int, Bounds(1, MAX_CLASSES)] = 1
     """Number of data connections to each peer; class 0 is the most urgent."""
     dscp: tuple[Mark, ...] | None = None

@@ -44,6 +44,12 @@ class PeerEvents(Protocol):
     def on_opening(self, peer: Peer) -> None:
         """Note that the peer opens further connection classes, or has them, or that they are all here."""
 
+    def on_rest(self, peer: Peer, tag: int) -> None:
+        """Hear that the peer would close connections that nobody uses, or agrees to that."""
+
+    def on_closed(self, peer: Peer) -> bool:
+        """Hear that a connection ended; return whether that was agreed, and they rest now."""
+
     def on_memory_shared(self, peer: Peer) -> None:
         """Note that the peer reads this process's memory: both are on one machine."""
 
@@ -81,14 +87,16 @@ class Peer:
         self._sockets: dict[int, tuple[socket.socket, FrameKeys | None]] = {}
         self._offers = offers
         self._offer: Offer | None = None
-        self._has_offered = False
         self._pid: int | None = None
         self.num_classes = 0
         """Number of data connections in use."""
         self.is_ready = False
         """Whether the connections that a fabric begins with are there."""
-        self.is_gone = False
-        self.has_said_farewell = False
+        self.rests = self.is_waking = False
+        """Whether its connections are closed while nobody uses them; whether they are being opened again."""
+        self.num_told = 0
+        """Control messages of the layer above, both ways."""
+        self.is_gone = self.has_said_farewell = self._has_offered = False
         self._last_words = ""
         """Why it is lost, as it said itself when it ended."""
         self.opening = ""
@@ -96,8 +104,7 @@ class Peer:
         self.num_confirmed = 0
         """How many classes the peer has said that it has."""
         self.transport = transport_set.transport(rank, options=options, events=self)
-        self.send_frame = self.transport.send_frame
-        self.flush_control = self.transport.flush_control
+        self.send_frame, self.flush_control = self.transport.send_frame, self.transport.flush_control
         self._handlers = self._make_handlers()
         self.overlay: OverlayEvents | None = None
         """The overlay, if not all ranks are connected."""
@@ -112,7 +119,8 @@ class Peer:
         """Those that open connections again, until the peer is gone."""
 
     def __repr__(self) -> str:
-        state = "gone" if self.is_gone else "ready" if self.is_ready else f"{len(self._sockets)} connections"
+        states = {"gone": self.is_gone, "ready": self.is_ready, "rests": self.rests}
+        state = next((state for state, is_so in states.items() if is_so), f"{len(self._sockets)} connections")
         return f"<Peer {self.name}: {state}>"
 
     @property
@@ -122,13 +130,24 @@ class Peer:
 
     @property
     def is_drained(self) -> bool:
-        """Whether everything that was sent is with the kernel, or for nobody any more."""
-        return self.is_gone or (not self._waiting and self.transport.is_drained)
+        """Whether everything that was sent is with the kernel, or for nobody any more, and no rest ends just now."""
+        return self.is_gone or (not (self._waiting or self.is_waking) and self.transport.is_drained)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether its connections may rest: it is no neighbour, and has all that this rank ever sent."""
+        is_used = self.is_neighbour or self._waiting or self.opening or self.tasks
+        return not (is_used or self.is_gone) and self.is_ready and self.transport.is_idle
+
+    @property
+    def num_exchanged(self) -> int:
+        """How many messages were sent and received."""
+        return self.num_told + self.transport.num_messages
 
     @property
     def is_half_open(self) -> bool:
         """Whether some of the connections that a fabric begins with are there, and some are not."""
-        return not (self.is_ready or self.is_gone) and bool(self._sockets)
+        return not (self.is_ready or self.is_gone or self.rests) and bool(self._sockets)
 
     def wait(self, act: Callable[[], None]) -> None:
         """Do this when the peer is connected, after what was to be done before; nothing if it is lost."""
@@ -146,7 +165,7 @@ class Peer:
 
     def is_using(self, connection_class: int) -> bool:
         """Whether frames pass on the connection of this class; before that it waits for the others."""
-        return self.is_ready and connection_class < self.num_classes
+        return (self.is_ready or self.rests) and connection_class < self.num_classes
 
     def expect(self, options: FabricOptions) -> None:
         """Use these classes and marks from now on; the further connections are attached when they are there."""
@@ -171,6 +190,28 @@ class Peer:
         """Close a connection that waits for others, if it is there: the peer opens it again."""
         if (waiting := self._sockets.pop(connection_class, None)) is not None:
             waiting[0].close()
+
+    def rest(self) -> bool:
+        """Close all connections until somebody needs them; False if one is over for good: the peer is about to leave.
+
+        Then those that are not are opened again.
+        """
+        are_suspended = [self.transport.suspend(each) for each in range(CONTROL_CLASS, self.num_classes)]
+        self.rests = all(are_suspended)
+        for each in self.transport.suspended:
+            if self.rests:
+                self.transport.forget_socket(each)
+            else:
+                self.reopen(self, each, EOFError())
+        self.is_ready = self.is_ready and not self.rests
+        return self.rests
+
+    def on_resumed(self) -> None:
+        """Go on as before the rest, if all connections are there again."""
+        if self.rests and not self.transport.suspended:
+            self.rests = self.is_waking = False
+            self.is_ready = True
+            self._events.on_ready(self)
 
     def close(self) -> None:
         """Release everything; the peer is gone."""
@@ -217,7 +258,7 @@ class Peer:
         """Have the connection opened again, unless there is nobody at the other end."""
         if self._has_ended():
             self.on_broken(error)
-        elif not self.is_gone:
+        elif not (self.is_gone or (self.rests and not self.is_waking) or self._events.on_closed(self)):
             self.reopen(self, connection_class, error)
 
     def on_unreadable(self, error: OSError) -> None:
@@ -269,6 +310,7 @@ class Peer:
             FrameType.OPENED: lambda tag, _: self._on_opened(tag),
             FrameType.LOST: lambda tag, payload: self.on_news(tag, escape_text(payload)),
             FrameType.GOSSIP: lambda tag, payload: self._overlay().on_gossip(self, tag, payload),
+            FrameType.REST: lambda tag, _: self._events.on_rest(self, tag),
             FrameType.ROUTED: lambda tag, payload: self._overlay().on_routed(tag, payload),
         }
 

@@ -189,6 +189,24 @@ class PeerTransport:
         return not self._native_transport.num_unsent(self._peer)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits to be sent, and the peer is known to have every message."""
+        return self.is_drained and not self._native_transport.num_unacknowledged(self._peer)
+
+    @property
+    def num_messages(self) -> int:
+        """How many were sent and received."""
+        of_memory = self._native_transport.memory_counters(self._peer)
+        counters = self._native_transport.counters(self._peer)
+        return of_memory[1] + of_memory[3] + sum(entry[2] + entry[4] for entry in counters)
+
+    @property
+    def suspended(self) -> list[int]:
+        """The classes of the connections that are."""
+        classes = range(CONTROL_CLASS, CONTROL_CLASS + len(self._sockets))
+        return [each for each in classes if self._native_transport.is_suspended(self._peer, each)]
+
+    @property
     def progress(self) -> int:
         """What the peer's last heartbeat carried (:class:`~syncline.fabric.progress.Progress`)."""
         return self._native_transport.progress(self._peer)

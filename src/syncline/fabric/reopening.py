@@ -5,6 +5,9 @@ says which connection it means: where a reset is lost on its way, an end that ha
 peer whose address refuses connections is lost at once, as its process has ended; one that answers has ``LIMIT_S``, and
 no more than half of the time for which it may be silent. What both sides have received goes with the handshake, so each
 sends again what the other has not got. A connection that breaks again and again with nothing new in between is a loss.
+
+So are the connections of ranks that rest (:mod:`syncline.fabric.resting`) opened by the higher of the two, without
+haste: how long that may take is for whoever wakes it.
 """
 
 from __future__ import annotations
@@ -15,8 +18,11 @@ import hmac
 import logging
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, repeat
+from typing import Any
 
 from syncline.fabric.dialling import ask, dial_once, make_question
 from syncline.fabric.frames import DamagedFrameError, FrameError
@@ -39,6 +45,8 @@ CONNECT_S = 0.5
 So it is where there are ``LIMIT_S``, and in proportion where there is less. TCP itself asks again after 1 s and then
 after 3 s, which may be too late for a network that was cut meanwhile.
 """
+NEWS_S = 1.0
+"""Who ends because of a loss tells its neighbours of it; by then this rank has heard what came first."""
 MAX_FRUITLESS = 5
 """So often in a row a connection may break before anything new has arrived on it."""
 FORGET_S = 30.0
@@ -68,6 +76,8 @@ class _Line:
     resumed_s: float = 0.0
     error: Exception = field(default_factory=EOFError)
     task: asyncio.Task[None] | None = None
+    on_answer: Callable[[], None] | None = None
+    """Hears that the machine of a peer that rests answers."""
 
     def note_resumed(self, positions: tuple[int, int], now_s: float) -> None:
         is_fruitless = positions == self.positions and now_s - self.resumed_s < FORGET_S
@@ -76,19 +86,24 @@ class _Line:
 
 
 class Reopener:
-    """Opens the broken connections of one fabric again; ``greet`` shakes hands on a socket on which a peer begins."""
+    """Opens the broken connections of one fabric again; ``greet`` shakes hands on a socket on which a peer begins.
+
+    ``places``: so many handshakes with ranks that rest may be under way.
+    """
 
     def __init__(
         self,
         terms: Terms,
         options: FabricOptions,
         *,
+        places: asyncio.Semaphore,
         reach: Reach,
         greet: Callable[[socket.socket, str], object],
         trace: Trace | None,
     ) -> None:
         self._terms = terms
         self._options = options
+        self._places = places
         self._reach = reach
         self._greet = greet
         self._trace = trace
@@ -131,6 +146,12 @@ class Reopener:
             line.task.add_done_callback(peer.tasks.discard)
             peer.tasks.add(line.task)
 
+    def wake(self, peer: Peer, error: Exception, on_answer: Callable[[], None]) -> None:
+        """Open the connections to a lower rank that rests; ``error`` is why it is lost if nobody is there any more."""
+        for connection_class in peer.transport.suspended:
+            self._lines[peer.rank, connection_class].on_answer = on_answer
+            self.reopen(peer, connection_class, error)
+
     def give_up_socket(self, peer: Peer, connection_class: int, resumption: Resumption) -> int | None:
         """Let go of the old socket, as the peer dials again; return how much has arrived, None if it is a stranger."""
         line = self._lines.get((peer.rank, connection_class))
@@ -145,7 +166,10 @@ class Reopener:
         if not peer.transport.suspend(connection_class):
             return None  # the peer had said that nothing more comes, and is about to leave
         line.number = resumption.number
-        self.reopen(peer, connection_class, EOFError())  # unless it waits already: this attempt may fail too
+        if peer.rests:
+            peer.is_waking = True
+        else:
+            self.reopen(peer, connection_class, EOFError())  # unless it waits already: this attempt may fail too
         return peer.transport.received_position(connection_class)
 
     def holds(self, peer: Peer, connection_class: int, resumption: Resumption) -> bool:
@@ -187,7 +211,7 @@ class Reopener:
 
     async def _reopen(self, peer: Peer, connection_class: int, line: _Line) -> None:
         try:
-            async with asyncio.timeout(self._limit_s):
+            async with asyncio.timeout(self._limit_s if line.on_answer is None else None):
                 if peer.rank < self._terms.rank:
                     await self._dial(peer, connection_class, line)
                 else:
@@ -199,22 +223,26 @@ class Reopener:
                         peer.transport.forget_socket(connection_class)  # its end may not know
                     await asyncio.Event().wait()  # until it is accepted
         except _GoneError:
+            if peer.rests:
+                await asyncio.sleep(NEWS_S)
             peer.on_broken(line.error)
         except TimeoutError:
             peer.on_broken(line.error, f"{_name(connection_class)} could not be opened again in {self._limit_s:g} s")
 
     async def _dial(self, peer: Peer, connection_class: int, line: _Line) -> None:
         num_refused = 0
-        for attempt, pause_s in enumerate((*PAUSES_S, None)):
+        wakes = line.on_answer is not None
+        places: AbstractAsyncContextManager[Any] = self._places if wakes else contextlib.nullcontext()
+        open_socket = partial(self._open, peer, connection_class, line)
+        for attempt, pause_s in enumerate(chain(PAUSES_S, repeat(PAUSES_S[-1]) if wakes else (0.0,))):
             line.number += 1
             position = peer.transport.received_position(connection_class)
             try:
-                async with asyncio.timeout(self._limit_s / 2):
+                async with places, asyncio.timeout(self._try_s(attempt) if wakes else self._limit_s / 2):
                     resumption = Resumption(line.number, line.connection_id, position)
                     dialer = Dialer(
                         self._terms, peer=peer.rank, connection_class=connection_class, resumption=resumption
                     )
-                    open_socket = partial(self._reach.open, peer.rank, connection_class)
                     sock, theirs = await dial_once(dialer, open_socket, connect_s=self._connect_s(attempt))
             except ConnectionRefusedError:
                 if self._reach.is_dialled(peer.rank):
@@ -228,9 +256,15 @@ class Reopener:
             else:
                 if self._go_on(peer, connection_class, line, sock, theirs):
                     return
-            if pause_s is None:
-                raise _GoneError
             await asyncio.sleep(pause_s)
+        raise _GoneError
+
+    async def _open(self, peer: Peer, connection_class: int, line: _Line, connect_s: float | None) -> socket.socket:
+        if line.on_answer is None:
+            return await self._reach.open(peer.rank, connection_class, connect_s)
+        sock = await self._reach.open(peer.rank, connection_class, None)
+        line.on_answer()
+        return sock
 
     async def _call(self, peer: Peer, connection_class: int) -> None:
         """Call for the peer, who cannot dial this rank, until the deadline."""
@@ -245,6 +279,7 @@ class Reopener:
         await asyncio.sleep(ASK_AFTER_S)
         if not self._reach.is_dialled(peer.rank):
             return
+        num_denied = 0
         for attempt, pause_s in enumerate(PAUSES_S):
             try:
                 known = Resumption(line.number, line.connection_id, 0)
@@ -252,18 +287,24 @@ class Reopener:
                 address, connect_s = self._reach.address_of(peer.rank), self._connect_s(attempt)
                 if await ask(self._options, self._reach.own_address, question, address, connect_s=connect_s):
                     return
+                num_denied += 1
+                if num_denied > 1:  # as in a handshake
+                    break
             except ConnectionRefusedError:
-                raise _GoneError from None
+                break
             except (ConnectionResetError, BrokenPipeError, EOFError, TimeoutError):
-                await asyncio.sleep(pause_s)  # whoever listened there is about to end, or the network cuts this too
+                pass  # whoever listened there is about to end, or the network cuts this too
             except OSError:
                 return
-            else:
-                raise _GoneError
+            await asyncio.sleep(pause_s)
         raise _GoneError
 
+    def _try_s(self, attempt: int) -> float:
+        """Return how long a try may take of a rank that rests, and may be held up: as a first connection has it."""
+        return self._options.handshake_s * (2 << min(attempt, len(PAUSES_S)))
+
     def _connect_s(self, attempt: int) -> float:
-        return CONNECT_S * self._usual_limit_s / LIMIT_S * (1 << attempt // 2)
+        return CONNECT_S * self._usual_limit_s / LIMIT_S * (1 << min(attempt, len(PAUSES_S)) // 2)
 
     def _go_on(self, peer: Peer, connection_class: int, line: _Line, sock: socket.socket, theirs: int) -> bool:
         """Use a new socket, unless that broke already."""
@@ -283,8 +324,10 @@ class Reopener:
 
     def _resume(self, peer: Peer, connection_class: int, line: _Line, sock: socket.socket, theirs: int) -> None:
         line.task = None
-        now_s = asyncio.get_running_loop().time()
-        line.note_resumed((peer.transport.received_position(connection_class), theirs), now_s)
+        line.on_answer = None
+        if not peer.rests:
+            now_s = asyncio.get_running_loop().time()
+            line.note_resumed((peer.transport.received_position(connection_class), theirs), now_s)
         if line.num_fruitless >= MAX_FRUITLESS:
             sock.close()
             peer.on_broken(
@@ -297,7 +340,10 @@ class Reopener:
             sock.close()
             peer.on_broken(error)
             return
-        self._tell(peer, connection_class, _reason(line.error), resent_bytes)
+        if peer.rests:
+            peer.on_resumed()
+        else:
+            self._tell(peer, connection_class, _reason(line.error), resent_bytes)
 
     def _tell(self, peer: Peer, connection_class: int, reason: str, resent_bytes: int) -> None:
         if self._trace is not None:

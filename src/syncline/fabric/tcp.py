@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol, Unpack
 
 from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.acceptor import Acceptor
-from syncline.fabric.frames import FrameType, cut_reason, on_word_of, read_loss
+from syncline.fabric.frames import FrameError, FrameType, cut_reason, on_word_of, read_loss
 from syncline.fabric.handshake import Admission
 from syncline.fabric.liveness import Liveness, describe_absence
 from syncline.fabric.options import FabricOptions
@@ -47,6 +47,7 @@ from syncline.priorities.settings import Priorities
 if TYPE_CHECKING:
     from syncline.fabric.overlay import Overlay
     from syncline.fabric.peer_transport import TransportSet
+    from syncline.fabric.resting import IdleConnections
     from syncline.fabric.statistics import FabricStatistics
 
 _log = logging.getLogger(__name__)
@@ -58,6 +59,10 @@ class Mesh(Protocol):
 
     acceptor: Acceptor
     reach: Reach
+
+    @property
+    def is_opening(self) -> bool:
+        """Whether further classes are being opened."""
 
     def meet(self, peer: Peer) -> None:
         """Open the connections to a peer, unless that is under way."""
@@ -103,6 +108,7 @@ class TcpFabric:
         self._mesh: Mesh
         self._listener_slot = ListenerSlot()
         self._overlay = self._open_overlay() if is_sparse else None
+        self._idle = self._watch_idle() if is_sparse else None
         self._neighbours = self._peers.keys() if self._overlay is None else self._overlay.neighbours
         self._connected: dict[int, Peer] = {}
         self.unconnected = self._peers.keys() - self._neighbours
@@ -175,6 +181,7 @@ class TcpFabric:
         """Send a small message ahead of all data."""
         assert len(payload) <= MAX_CONTROL_BYTES, f"control message of {len(payload)} bytes"
         other = self._open_peer(peer)
+        other.num_told += 1
         if other.is_ready:
             other.send_frame(FrameType.CONTROL, payload=bytes(payload))
         else:
@@ -348,6 +355,8 @@ class TcpFabric:
         if self._overlay is None:
             return
         self.unconnected.discard(peer.rank)
+        if self._idle is not None:
+            self._idle.end(peer)
         self._overlay.on_ready(peer)
         peer.go_on()
         if self._has_ended:
@@ -403,17 +412,52 @@ class TcpFabric:
 
     def on_control_message(self, peer: Peer, payload: bytes) -> None:
         """Pass a control message on."""
+        peer.num_told += 1
         if not self._listener_slot.has_room(peer.rank, len(payload)):
             reason = f"broke the protocol: it sent over {MAX_BACKLOG_BYTES >> 20} MiB of control messages to nobody yet"
             self.on_broken(peer, reason, must_tell=True)
             return
         self._listener_slot.tell(lambda listener: listener.on_control(peer.rank, payload))
 
+    def on_rest(self, peer: Peer, tag: int) -> None:
+        """Let connections rest that neither uses."""
+        if self._idle is None:
+            raise FrameError("it lets connections rest, and all ranks are connected")
+        self._idle.on_frame(peer, tag, self._loop.time())
+
+    def on_closed(self, peer: Peer) -> bool:
+        """Let the others rest as well, if that was agreed."""
+        if self._idle is not None and self._idle.has_agreed(peer):
+            self.let_rest(peer)
+            return True
+        return False
+
     def on_memory_shared(self, peer: Peer) -> None:
         """Divide the machine's cores with a rank that runs on it too."""
         if self._options.binds_thread:
             others = self._peers.values() if self.is_sparse else (peer,)
             self._binding.share_with(*(other.rank for other in others if other.is_local))
+
+    # --- connections that rest (RestingFabric) ---
+
+    @property
+    def may_rest(self) -> bool:
+        """Whether connections may be closed now."""
+        return not (self._is_closing or self._mesh.is_opening)
+
+    def let_rest(self, peer: Peer) -> None:
+        """Close the connections to a peer until somebody needs them."""
+        if self._idle is not None and peer.rest():
+            self._idle.begin(peer)
+            self._connected.pop(peer.rank, None)
+            self.unconnected.add(peer.rank)
+            self._liveness.remove(peer.rank)
+            self._changed.set()
+            self._note("connections rest", peer=peer.rank)
+
+    def wake(self, peer: Peer) -> None:
+        """Open them again."""
+        self._mesh.meet(peer)
 
     # --- inside ---
 
@@ -455,6 +499,8 @@ class TcpFabric:
                 _log.warning("rank %d: %s has sent nothing for %.1f s", self._rank, peer.name, verdict.silence_s)
                 self._note("peer is silent", peer=peer.rank, silence_s=verdict.silence_s)
         self.stalls.tick(tick.counted_s, {peer.rank: peer.transport.progress for peer in self.living()})
+        if self._idle is not None:
+            self._idle.look(self._loop.time(), self._connected.values())
         if self._overlay is not None and not self._is_closing:
             self._overlay.look(self._loop.time())
 
@@ -466,6 +512,8 @@ class TcpFabric:
         self._connected.pop(peer.rank, None)
         self.unconnected.discard(peer.rank)
         self._liveness.remove(peer.rank)
+        if self._idle is not None:
+            self._idle.end(peer)
         self._lost[peer.rank] = error
         self._changed.set()
         has_left = isinstance(error, PeerLeftError)
@@ -491,6 +539,11 @@ class TcpFabric:
         from syncline.fabric.overlay import Overlay  # few ranks need none
 
         return Overlay(self._rank, self._peers, self, patience_s=self._options.dead_s)
+
+    def _watch_idle(self) -> IdleConnections:
+        from syncline.fabric.resting import IdleConnections  # few ranks need none
+
+        return IdleConnections(self, idle_s=self._options.idle_s)
 
     def _go_on_without(self, rank: int) -> None:
         """Do what waits for no connection any more but that to ``rank``, which is there, or will never be."""

@@ -15,7 +15,7 @@
 namespace syncline {
 
 constexpr uint16_t MAGIC = 0x4C53;
-constexpr uint8_t VERSION = 5;
+constexpr uint8_t VERSION = 6;
 constexpr int CONTROL_CLASS = -1;
 constexpr uint32_t MAX_CHUNK_BYTES = 256 << 10;
 constexpr uint32_t MAX_CONTROL_BYTES = 16384;
@@ -40,6 +40,7 @@ enum FrameType : uint8_t {
     ACKNOWLEDGED = 17,
     GOSSIP = 18,
     ROUTED = 19,
+    REST = 20,
 };
 
 struct Header {
@@ -125,7 +126,7 @@ inline Header decode_header(const uint8_t* bytes, FrameChecks& checks) {
     header.offset = load_little<uint64_t>(bytes + 28);
     header.chunk_bytes = load_little<uint32_t>(bytes + 36);
     header.payload_crc = load_little<uint32_t>(bytes + 40);
-    if (header.type < EAGER || header.type > ROUTED || header.chunk_bytes > MAX_CHUNK_BYTES ||
+    if (header.type < EAGER || header.type > REST || header.chunk_bytes > MAX_CHUNK_BYTES ||
         (header.flags && header.type != DATA))
         throw FrameError(format("frame type %u with %u bytes and flags %u is not allowed", unsigned{header.type},
                                 unsigned{header.chunk_bytes}, unsigned{header.flags}));

@@ -84,6 +84,12 @@ void PeerTransport::flush_control() {
         state_.reactor.write(control);
 }
 
+int64_t PeerTransport::num_unacknowledged() const {
+    int64_t num_bytes = 0;
+    for (const auto& connection : connections.data) num_bytes += connection->stream.kept_bytes();
+    return num_bytes;
+}
+
 bool PeerTransport::take_heard() {
     bool is_heard = false;
     connections.each([&](Connection& connection) {

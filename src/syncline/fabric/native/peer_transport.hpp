@@ -43,6 +43,8 @@ class PeerTransport final : public ConnectionOwner {
 
     void send_frame(uint8_t type, uint64_t tag, uint64_t message_bytes, const std::string& payload);
     void flush_control();
+    // Return how many bytes of messages the peer is not known to have.
+    int64_t num_unacknowledged() const;
     // Return whether anything was heard since this was asked last.
     bool take_heard();
     // As the receiver does; what no rule foresees costs this peer alone.
