@@ -212,8 +212,8 @@ void bind_counters(TransportClass& bound) {
         .def(
             "num_unsent", [](NativeTransport& self, int peer) { return self.peer(peer).sender.num_unsent; }, "peer"_a)
         .def(
-            "num_unacknowledged",
-            [](NativeTransport& self, int peer) { return self.peer(peer).num_unacknowledged(); }, "peer"_a)
+            "num_unacknowledged", [](NativeTransport& self, int peer) { return self.peer(peer).num_unacknowledged(); },
+            "peer"_a)
         .def(
             "num_pending", [](NativeTransport& self, int peer) { return self.peer(peer).receiver.num_pending(); },
             "peer"_a)
