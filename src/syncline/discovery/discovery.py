@@ -136,7 +136,8 @@ def discover_network(communicator: Communicator, *, folder: Path | None = None, 
 
 def _open_prober(communicator: Communicator, port: Port, leaders: Sequence[int], *, stream: int) -> Prober:
     """Return this rank's prober when all ranks heed orders: where one listened before, none is kept until it does."""
-    prober = Prober(port, leaders, stream=stream)
+    known_s = communicator.topology.round_trip_s
+    prober = Prober(port, leaders, stream=stream, known_s=lambda one, other: known_s(leaders[one], leaders[other]))
     if communicator.rank in leaders:
         port.run(prober.open(), MARGIN_S)
     communicator.barrier().wait()

@@ -88,9 +88,14 @@ class _Receiving:
 
 
 class Prober:
-    """One host's part in it, on the loop's thread alone; on rank 0 also the one that orders."""
+    """One host's part in it, on the loop's thread alone; on rank 0 also the one that orders.
 
-    def __init__(self, port: Port, ranks: Sequence[int], *, stream: int) -> None:
+    ``known_s(one, other)`` is the round trip between two hosts of which no kernel knows, as they have no connection.
+    """
+
+    def __init__(
+        self, port: Port, ranks: Sequence[int], *, stream: int, known_s: Callable[[int, int], float] = lambda *_: 0.0
+    ) -> None:
         self._port = port
         self._ranks = tuple(ranks)
         self._stream = stream
@@ -102,6 +107,7 @@ class Prober:
         self._told_trips: dict[int, list[float]] = {}
         """By host, the round trips to all hosts, in seconds, as it told them."""
         self._trips: dict[Flow, float] = {}
+        self._known_s = known_s
         self._is_over: asyncio.Future[None] | None = None
 
     async def open(self) -> None:
@@ -116,7 +122,7 @@ class Prober:
                 self._tell(place, {"trips": True})
             await self._until(lambda: len(told) == len(self._ranks))
             self._trips = {
-                (one, other): min(filter(None, (told[one][other], told[other][one])), default=0.0)
+                (one, other): min(filter(None, (told[one][other], told[other][one])), default=self._known_s(one, other))
                 for one, other in permutations(told, 2)
             }
         return self._trips
