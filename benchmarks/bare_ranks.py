@@ -12,26 +12,36 @@ have an error, and how many of these errors name the rank.
 Ranks close connections that are idle for so many seconds (60 by themselves). Told are the descriptors of who has most,
 and seconds: at the start, after a sum of 16 MiB for which all pairs connect, after one more, after three times that
 many seconds, and after a sum that opens them again.
+
+    python benchmarks/bare_ranks.py --together 128 512
+
+The ranks' ends of the fabric are all in this process, on one loop, as so many processes do not start on a few cores:
+seconds until all are connected; the descriptors and MiB of each, on average, beside what Python and numpy take once in
+each process; seconds until all have heard what one tells; and until all know of one that is gone without a word.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
+import resource
 import signal
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from syncline.errors import SynclineError
-from syncline.fabric import FabricOptions
+from syncline.fabric import FabricOptions, connect_tcp, new_event_loop
+from syncline.fabric.rendezvous import AnyRendezvous, Generation, Member
 from syncline.runtime import Communicator
 from syncline.runtime.reduction import numpy_reduction
 from syncline.topology import Topology
@@ -106,8 +116,7 @@ def be_rank(
     with communicator:  # who leaves it lets others read why first
         try:
             communicator.all_reduce(buffer[: 4 * NUM_ELEMENTS], kind).wait()
-            memory_mib = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-            used = (time.process_time(), _num_descriptors() - num_inherited, memory_mib)
+            used = (time.process_time(), _num_descriptors() - num_inherited, _memory_mib())
             pipe.send((time.monotonic() - began_s, *used))
             while (asked := pipe.recv()) != "die":
                 began_s = time.monotonic()
@@ -118,6 +127,10 @@ def be_rank(
             pipe.send((time.monotonic(), str(error)))
             return
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _memory_mib() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def _num_descriptors() -> int:
@@ -147,6 +160,90 @@ def measure(num_ranks: int, dead_s: float, idle_s: float | None) -> str:
         rank.kill()
         rank.join()
     return row
+
+
+class MeetingInProcess:
+    """Where ranks meet that are all here: a rendezvous."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._members: dict[int, Member] = {}
+        self._are_here = asyncio.Event()
+
+    async def meet(self, member: Member, **_: object) -> Generation:
+        """Wait for all."""
+        self._members[member.rank] = member
+        if len(self._members) == self._num_ranks:
+            self._are_here.set()
+        await self._are_here.wait()
+        members = tuple(self._members[rank] for rank in range(self._num_ranks))
+        return Generation(epoch=1, job_nonce=bytes(32), members=members)
+
+    async def watch(self) -> None:
+        """Hear of nobody who ends."""
+        await asyncio.Event().wait()
+
+    async def rest(self) -> None:
+        """Look for nobody any more."""
+
+    async def give_up(self, reason: str) -> None:
+        """Tell nobody: all would be seen here."""
+
+
+class Ear:
+    """Counts what a fabric tells; ``heard`` is set when all have heard so much."""
+
+    def __init__(self) -> None:
+        self.num_awaited = 0
+        self.heard = asyncio.Event()
+
+    def on_peer_lost(self, *_: object) -> None:
+        """Hear of a loss."""
+        self.num_awaited -= 1
+        if self.num_awaited == 0:
+            self.heard.set()
+
+    on_control = on_peer_lost
+
+    async def seconds(self, num_awaited: int, act: Callable[[], object]) -> float:
+        """Return how long it takes until so many have heard what ``act`` brings about."""
+        self.num_awaited, self.heard = num_awaited, asyncio.Event()
+        began_s = time.monotonic()
+        act()
+        await self.heard.wait()
+        return time.monotonic() - began_s
+
+
+async def measure_together(num_ranks: int) -> str:
+    """Return a row of the table of ranks in one process."""
+    times: dict[str, Any] = {
+        "connect_s": 3600.0,
+        "handshake_s": 600.0,
+        "heartbeat_s": 300.0,
+        "suspect_s": 900.0,
+        "dead_s": 1800.0,
+    }
+    options = FabricOptions(address="127.0.0.1", held_s=1800.0, shares_memory=False, binds_thread=False, **times)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    before, meeting, began_s = (_num_descriptors(), _memory_mib()), MeetingInProcess(num_ranks), time.monotonic()
+    fabrics = await asyncio.gather(
+        *(
+            connect_tcp(options, rank=rank, world_size=num_ranks, rendezvous=cast("AnyRendezvous", meeting))
+            for rank in range(num_ranks)
+        )
+    )
+    took_s = time.monotonic() - began_s
+    each = [(now - then) / num_ranks for now, then in zip((_num_descriptors(), _memory_mib()), before, strict=True)]
+    ear = Ear()
+    for fabric in fabrics:
+        fabric.set_listener(ear)
+    others, lost = range(1, num_ranks), fabrics[num_ranks // 2]
+    told_s = await ear.seconds(num_ranks - 1, lambda: fabrics[0].tell(others, b"hello"))
+    lost.living = list  # type: ignore[method-assign]  # it tells nobody
+    known_s = await ear.seconds(num_ranks - 1, lost.abort)
+    for fabric in fabrics:
+        fabric.abort()
+    return f"| {num_ranks} | {took_s:.1f} | {each[0]:.0f} | {each[1]:.1f} | {told_s:.2f} | {known_s:.2f} |"
 
 
 def _all(ends: list[Connection], num_elements: int) -> tuple[float, int]:
@@ -190,6 +287,7 @@ def main() -> None:
     parser.add_argument("ranks", type=int, nargs="+")
     parser.add_argument("--silence", type=float, default=10.0, help="seconds after which a silent rank is lost")
     parser.add_argument("--idle", type=float, help="seconds after which idle connections are closed")
+    parser.add_argument("--together", action="store_true", help="all ranks in this process")
     options = parser.parse_args()
     columns: tuple[str, ...] = (
         "ranks",
@@ -204,8 +302,14 @@ def main() -> None:
     )
     if options.idle is not None:
         columns = ("ranks", "at the start", "first", "descriptors", "again", "after the rest", "woken", "descriptors")
+    if options.together:
+        columns = ("ranks", "start", "descriptors of each", "MiB of each", "all hear", "all know")
     print(f"| {' | '.join(columns)} |\n" + "|---" * len(columns) + "|")
     for num_ranks in options.ranks:
+        if options.together:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                print(runner.run(measure_together(num_ranks)), flush=True)
+            continue
         print(measure(num_ranks, options.silence, options.idle), flush=True)
 
 
