@@ -69,11 +69,27 @@ def test_neighbours_do_not_rest(in_a_ring):
     run_over_tcp(6, scenario, **IDLE)
 
 
-def test_what_was_posted_before_lands_after(in_a_ring):
+@pytest.mark.parametrize("waiting", [0, 3])
+def test_who_waits_for_a_message_does_not_rest(in_a_ring, waiting):
     async def scenario(fabrics, recorders, mail):
         await exchange(mail, 0, 3, tag=1)
-        received = mail.receive(0, 3, 2, 70_000)
+        for other in (2, 4):  # which say that it was long enough
+            await exchange(mail, 0, other, tag=1)
+        received = mail.receive(waiting, 3 - waiting, 2, 70_000)
+        for other in (2, 4):
+            await rest(fabrics[0], fabrics[other])
+        assert all(fabrics[rank].peer(3 - rank).is_ready for rank in (0, 3))
+        await gather(mail.send(3 - waiting, waiting, 2, bytes(70_000)), received)
         await rest(fabrics[0], fabrics[3])
+
+    run_over_tcp(6, scenario, **IDLE)
+
+
+def test_what_is_posted_while_they_rest_lands_after(in_a_ring):
+    async def scenario(fabrics, recorders, mail):
+        await exchange(mail, 0, 3, tag=1)
+        await rest(fabrics[0], fabrics[3])
+        received = mail.receive(0, 3, 2, 70_000)
         await gather(mail.send(3, 0, 2, bytes(70_000)), received)
 
     run_over_tcp(6, scenario, **IDLE)
@@ -83,8 +99,8 @@ def test_what_was_posted_before_lands_after(in_a_ring):
 def test_what_a_call_under_way_sends_wakes_too(in_a_ring, sender):
     async def scenario(fabrics, recorders, mail):
         await exchange(mail, 0, 3, tag=1)
-        received = mail.receive(3 - sender, sender, 2, 70_000)
         await rest(fabrics[0], fabrics[3])
+        received = mail.receive(3 - sender, sender, 2, 70_000)
         settings = {"signature": 7, "urgency": 0, "connection_class": 0}
         fabrics[sender].peer(3 - sender).transport.send(2, memoryview(bytes(70_000)), **settings)
         await gather(received)

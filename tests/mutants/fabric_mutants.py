@@ -174,8 +174,8 @@ FABRIC_MUTANTS = (
         changes=(
             Change(
                 file="fabric/peer_transport.py",
-                before="return self.is_drained and not self._native_transport.num_unacknowledged(self._peer)",
-                after="return self.is_drained",
+                before="return self.is_drained and not (native.num_unacknowledged(peer) or native.num_pending(peer))",
+                after="return self.is_drained and not native.num_pending(peer)",
             ),
         ),
         found_by=NamedTest(

@@ -190,8 +190,9 @@ class PeerTransport:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits to be sent, and the peer is known to have every message."""
-        return self.is_drained and not self._native_transport.num_unacknowledged(self._peer)
+        """Whether neither waits for the other: the peer is known to have every message, and no receive is posted."""
+        native, peer = self._native_transport, self._peer
+        return self.is_drained and not (native.num_unacknowledged(peer) or native.num_pending(peer))
 
     @property
     def num_messages(self) -> int:

@@ -7,7 +7,8 @@ either has something to send; until then they hear of each other as ranks do tha
 
 Who has nothing to send does not know that the other waits. So each has all that the other sent before they rest: data
 is acknowledged, control frames come before the two of this in order, and whoever has exchanged a message since it asked
-or agreed does not close, or opens again at once.
+or agreed does not close, or opens again at once. Nor does who waits for a message: it judges by the other's heartbeats
+whether that one's program still runs.
 """
 
 from __future__ import annotations
