@@ -49,7 +49,8 @@ def test_each_fault_where_connections_rest(fault: str, in_a_ring: None) -> None:
     scenarios = [RestingJobScenario(seed, fault) for seed in range(6)]
     for scenario in scenarios:
         scenario.run()
-    assert sum(scenario.num_woken for scenario in scenarios) > 10
+    is_over_at_once = fault == "other call"  # all fail in the first, before anybody rests
+    assert is_over_at_once or sum(scenario.num_woken for scenario in scenarios) > 30
 
 
 @pytest.mark.parametrize(
