@@ -8,6 +8,7 @@ that stay, looked through for garbage while more is loaded or ranks connect, whi
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,18 @@ from importlib import import_module
 _lock = threading.Lock()
 _was_collecting: list[bool] = []
 """Before each that is inside now; only the first finds that it was."""
+
+
+def _forget_others() -> None:
+    """Begin anew in a forked child, where nobody is inside any more."""
+    global _lock  # noqa: PLW0603 - another thread of the parent may have held it
+    _lock = threading.Lock()
+    if any(_was_collecting):
+        gc.enable()
+    _was_collecting.clear()
+
+
+os.register_at_fork(after_in_child=_forget_others)
 
 
 @contextmanager

@@ -56,6 +56,26 @@ def test_both_may_wake_each_other(in_a_ring):
     run_over_tcp(6, scenario, **IDLE)
 
 
+@pytest.mark.parametrize("sender", [0, 3])
+def test_reports_that_are_passed_on_keep_nobody_from_resting(in_a_ring, sender):
+    async def scenario(fabrics, recorders, mail):
+        await exchange(mail, 0, 3, tag=1)
+        one, other = fabrics[sender], fabrics[3 - sender]
+        looked = one._idle.look
+
+        def report_and_look(*arguments):
+            one.pass_on(other.rank, b"a report")
+            looked(*arguments)
+
+        one._idle.look = report_and_look
+        await rest(fabrics[0], fabrics[3])
+        num_heard = len(recorders[other.rank].controls)
+        await recorders[other.rank].wait_until(lambda: len(recorders[other.rank].controls) > num_heard + 2)
+        assert one.peer(other.rank).rests, "they pass over others"
+
+    run_over_tcp(6, scenario, **IDLE)
+
+
 def test_neighbours_do_not_rest(in_a_ring):
     async def scenario(fabrics, recorders, mail):
         await exchange(mail, 0, 3, tag=1)
@@ -205,6 +225,17 @@ def test_further_classes_are_opened_to_who_rests_too(in_a_ring):
         assert fabrics[0].peer(3).num_classes == fabrics[3].peer(0).num_classes == 2
         await rest(fabrics[0], fabrics[3])
         await exchange(mail, 3, 0, tag=2)
+
+    run_over_tcp(6, scenario, **IDLE)
+
+
+def test_further_classes_do_not_wait_for_who_rested_and_is_lost(in_a_ring):
+    async def scenario(fabrics, recorders, mail):
+        await exchange(mail, 0, 3, tag=1)
+        await rest(fabrics[0], fabrics[3])
+        vanish(fabrics[3])
+        await recorders[0].wait_until(lambda: 3 in recorders[0].lost)
+        await gather(fabrics[0]._mesh._settle(300.0), deadline_s=30.0)
 
     run_over_tcp(6, scenario, **IDLE)
 

@@ -95,7 +95,7 @@ class Peer:
         self.rests = self.is_waking = False
         """Whether its connections are closed while nobody uses them; whether they are being opened again."""
         self.num_told = 0
-        """Control messages of the layer above, both ways."""
+        """Control messages of the layer above, both ways, but for what is passed on."""
         self.is_gone = self.has_said_farewell = self._has_offered = False
         self._last_words = ""
         """Why it is lost, as it said itself when it ended."""
@@ -217,7 +217,7 @@ class Peer:
         """Release everything; the peer is gone."""
         if self.is_gone:
             return
-        self.is_gone = True
+        self.is_gone, self.rests, self.is_waking = True, False, False
         for task in self.tasks:
             task.cancel()
         for sock, _ in self._sockets.values():
@@ -289,6 +289,10 @@ class Peer:
         self._sockets.clear()
         self.num_classes = self.options.num_classes
 
+    def _on_control(self, payload: bytes) -> None:
+        self.num_told += 1
+        self._events.on_control_message(self, payload)
+
     def _on_open(self, payload: bytes) -> None:
         if self.opening:
             raise FrameError("it opens further connections before the last ones were agreed")
@@ -302,7 +306,7 @@ class Peer:
     def _make_handlers(self) -> dict[FrameType, Callable[[int, bytes], None]]:
         """Return what each type of control frame does, with its tag and its payload."""
         return {
-            FrameType.CONTROL: lambda _, payload: self._events.on_control_message(self, payload),
+            FrameType.CONTROL: lambda _, payload: self._on_control(payload),
             FrameType.FAREWELL: lambda _tag, _payload: self._on_farewell(),
             FrameType.OFFER: lambda _, payload: self._on_offer(payload),
             FrameType.ACCEPT: lambda _tag, _payload: self._on_accept(),

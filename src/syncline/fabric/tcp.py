@@ -199,7 +199,7 @@ class TcpFabric:
 
     def pass_on(self, peer: int, payload: bytes) -> None:
         """Send a control message that may get lost on its way (see the protocol)."""
-        if self._overlay is None or self._open_peer(peer).is_ready:
+        if self._overlay is None:
             self.send_control(peer, payload)
         else:
             self._overlay.pass_on(peer, payload)
@@ -412,7 +412,6 @@ class TcpFabric:
 
     def on_control_message(self, peer: Peer, payload: bytes) -> None:
         """Pass a control message on."""
-        peer.num_told += 1
         if not self._listener_slot.has_room(peer.rank, len(payload)):
             reason = f"broke the protocol: it sent over {MAX_BACKLOG_BYTES >> 20} MiB of control messages to nobody yet"
             self.on_broken(peer, reason, must_tell=True)
