@@ -117,6 +117,8 @@ class TcpFabric:
         """Who is not connected yet, and what waits for that."""
         self._lost: dict[int, PeerLostError] = {}
         self._news = News()
+        self._reasons: dict[int, str] = {}
+        """Why a rank is lost by what was told of it last, also if that is not believed yet."""
         self._is_closing = self._has_ended = self._is_closed = False
         self._changed = asyncio.Event()
         self._liveness = Liveness(options, now_s=self._loop.time())
@@ -394,6 +396,8 @@ class TcpFabric:
     def on_news(self, peer: Peer, tag: int, reason: str) -> None:
         """Believe a peer that another one is lost, if it is to be (:class:`News`), or that it gave up this rank."""
         lost, accuser = read_loss(tag, teller=peer.rank)
+        if lost in self._peers:
+            self._reasons[lost] = reason
         if lost == self._rank:
             text = f"{peer.name} closed its connections to this rank, because rank {self.numbers[lost]} {reason}"
             if away_s := self.away_s:
@@ -522,7 +526,7 @@ class TcpFabric:
         for tag, reason in news:
             self._tell_loss(tag, reason)
         for accuser, lost in self._news.find(known=self._lost.keys()):
-            self.believe(accuser, lost, "is lost")
+            self.believe(accuser, lost, self._reasons[lost])
         if self._overlay is not None and not self._is_closing:
             self._go_on_without(peer.rank)
             self._overlay.on_gone(peer, has_left=has_left)

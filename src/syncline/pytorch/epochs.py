@@ -24,6 +24,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from syncline.arguments import Whole, checked
@@ -104,10 +105,20 @@ class FabricPlace:
         self._on_move()
         return before
 
-    def close(self, *, is_failing: bool = False) -> None:
-        """Leave it: in good order, if its ranks do so too, or at once."""
+    def close(self) -> None:
+        """Leave it in good order, and for good."""
+        self.leave()
+
+    def leave(self, why: str = "") -> None:
+        """Leave it: in good order, if its ranks do so too, or at once, and say ``why``.
+
+        After a failure of a communicator itself, its ``close()`` gives the others time to read of that.
+        """
         for communicator in dict.fromkeys((self.communicator, self.base)):
-            (communicator.abort if is_failing else communicator.close)()
+            if why and communicator.loss is None:
+                communicator.abort(why)
+            else:
+                communicator.close()
 
     def _on_move(self) -> None:
         """Do what follows where the communicator is another one."""
@@ -559,11 +570,11 @@ class FleetGrowth:
             if is_newcomer or not isinstance(error, (*LOSSES, MismatchError)):
                 growing.leave()
                 _close(regroup)
-                before.close(is_failing=True)
+                before.leave(f"it could not switch to the larger job: {error}")
                 raise
             left = fleet.enter_fabric(before)
             growing.recovery.return_to(regroup)
-            left.close(is_failing=True)
+            self._leave(left, f"it went back from the larger job: {error}")
             self._open(self._job or job)
             return
         growing.leave()
@@ -610,9 +621,9 @@ class FleetGrowth:
         except LOSSES:
             return  # a newcomer is lost again: the next call of all ranks finds that
 
-    def _leave(self, place: FabricPlace) -> None:
-        """Leave the old fabric, beside the training: that takes as long as its slowest rank."""
-        thread = threading.Thread(target=place.close, name="syncline-leave", daemon=True)
+    def _leave(self, place: FabricPlace, why: str = "") -> None:
+        """Leave another fabric, beside the training: that takes as long as its slowest rank."""
+        thread = threading.Thread(target=partial(place.leave, why), name="syncline-leave", daemon=True)
         thread.start()
         self._leaving = [*(one for one in self._leaving if one.is_alive()), thread]
 
