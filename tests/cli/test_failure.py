@@ -27,6 +27,17 @@ def test_the_report_has_rank_host_code_traceback_and_the_others():
     ]
 
 
+def test_those_that_ended_alike_stand_in_one_line():
+    names = {rank: f"rank {rank} (host a1)" for rank in range(20)}
+    alike = [failure(rank, signal_number=15, was_signalled=True) for rank in range(3, 20)]
+    failures = [failure(2, signal_number=9), failure(0, code=1), failure(1, code=1), *alike]
+    tails = {rank: ["syncline.errors.PeerLostError: rank 2 (host a1) is gone"] for rank in range(2)}
+    assert describe_failures(failures, names=names, tails=tails)[1:] == [
+        "  then ranks 0 and 1: exit code 1: syncline.errors.PeerLostError: rank 2 (host a1) is gone",
+        "  then ranks 3, 4, 5, 6, 7, 8, 9, 10 and 9 more: ended by the launcher (killed by SIGTERM)",
+    ]
+
+
 def test_a_rank_that_only_lost_its_peer_is_not_the_cause_though_it_ended_first():
     failures = [failure(0, code=1), failure(2, signal_number=9)]
     tails = {0: ["syncline.errors.PeerLostError: rank 2 (host b1) is gone"], 2: []}

@@ -71,7 +71,7 @@ def test_the_error_names_the_rank_with_its_traceback_and_no_process_is_left(tmp_
     assert "Traceback (most recent call last):" in text
     assert "in fail" in text
     assert "ValueError: planted" in text
-    assert "then rank 0: ended by the launcher" in text
+    assert "then ranks 0 and 2: ended by the launcher (killed by SIGTERM)" in text
     pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
     assert len(pids) == 3
     assert not any(is_alive(pid) for pid in pids)

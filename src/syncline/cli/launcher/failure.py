@@ -68,12 +68,7 @@ def describe_failures(
     head = "the job failed" if num_missing is None else f"the job {without}"
     report = [f"{head}: {names[cause.rank]}, {_explain(cause.exit)}"]
     report += [f"    {line}" for line in traceback_of(tails.get(cause.rank, ()))]
-    report += [
-        f"  then {names[failure.rank]}: {_outcome(failure, tails.get(failure.rank, ()))}"
-        for failure in failures
-        if failure is not cause
-    ]
-    return report
+    return report + _describe_others(failures, cause.rank, names=names, tails=tails)
 
 
 def _blamed(
@@ -106,9 +101,20 @@ def _describe_blamed(
     report = [f"the job failed: {names[blamed]}, {how}", f"    {names[teller]} says: {words[teller].text}"]
     if own is not None and not own.was_signalled:
         report += [f"    {line}" for line in traceback_of(tails.get(blamed, ()))]
-    rest = [failure for failure in failures if failure.rank != blamed]
-    return report + [
-        f"  then {names[failure.rank]}: {_outcome(failure, tails.get(failure.rank, ()))}" for failure in rest
+    return report + _describe_others(failures, blamed, names=names, tails=tails)
+
+
+def _describe_others(
+    failures: Sequence[Failure], cause: int, *, names: Mapping[int, str], tails: Mapping[int, Sequence[str]]
+) -> list[str]:
+    """Word what became of the others, in one line where that is the same."""
+    alike: dict[str, list[int]] = {}
+    for failure in failures:
+        if failure.rank != cause:
+            alike.setdefault(_outcome(failure, tails.get(failure.rank, ())), []).append(failure.rank)
+    return [
+        f"  then {name_ranks(ranks) if len(ranks) > 1 else names[ranks[0]]}: {outcome}"
+        for outcome, ranks in alike.items()
     ]
 
 
