@@ -187,12 +187,14 @@ def find_tree(sites: Sequence[Set], measure: Measure) -> FittedTree:
     """Measure until there is nothing new to look at, then again what the tree rests on, and what is off it."""
     everyone = _everyone(sites)
     pairs = _rounds_of_pairs(sites)
-    rounds = [measure(flows) for flows in (*pairs, *pairs[:: max(1, len(pairs) // NUM_LOOKS)])]  # some twice: the noise
+    near = [flows for flows in pairs if any(site.issuperset(flows[0]) for site in sites)] or pairs
+    twice = near[:: max(1, len(near) // NUM_LOOKS)][:NUM_LOOKS]  # for the noise
+    rounds = [measure(flows) for flows in (*pairs, *twice)]
     fit = partial(fit_tree, len(everyone), sites=sites)
     tree = fit(rounds, known=_sides(sites, lambda _: everyone))
     for _ in range(NUM_PASSES):
         around = partial(_around, sites, _rates(tree))
-        across = _sides((*tree.switches, *likely_sets(len(everyone), rounds)), around)
+        across = _sides((*tree.switches, *likely_sets(len(everyone), rounds, sites)), around)
         wanted = (*_rounds_across(across, around), *_rounds_inside(_groups(tree, sites), around))
         measured = {each.flows for each in rounds}
         new = [flows for flows in wanted if flows not in measured]

@@ -29,8 +29,9 @@ from syncline.runtime.port import Port
 ROUND_S = 5.0
 """After so long without an end a round has failed: whoever is slower than a few kilobytes a second is not measured."""
 FIRST_BYTES, LAST_BYTES = 4 << 10, 1 << 20
-NUM_OF_A_SIZE = 8
-"""So many messages have one size before the next is twice as large."""
+NUM_OF_A_SIZE, NUM_OF_A_SIZE_FAR = 8, 32
+"""So many messages have one size before the next is twice as large; of a slow and far flow few are large, as all that
+are under way when its time is over are waited for."""
 NUM_UNDER_WAY = 3
 NUM_LEAST = 30
 """So many are sent even if it is late: of fewer, too much is what a link lets pass at once after a pause."""
@@ -254,7 +255,9 @@ class Prober:
 
 def _size(message: int, round_trip_s: float) -> int:
     """Return how long the message of that number is."""
-    return min(FIRST_BYTES << (message // NUM_OF_A_SIZE), LAST_BYTES if round_trip_s < FAR_S else FAR_BYTES)
+    is_far = round_trip_s >= FAR_S
+    times = message // (NUM_OF_A_SIZE_FAR if is_far else NUM_OF_A_SIZE)
+    return min(FIRST_BYTES << times, FAR_BYTES if is_far else LAST_BYTES)
 
 
 def _rate(flow: _Receiving) -> float:

@@ -316,9 +316,13 @@ def _between(near: np.ndarray, nodes: Sequence[Set]) -> np.ndarray:
     return means
 
 
-def likely_sets(num_hosts: int, rounds: Sequence[Round]) -> list[Set]:
-    """Return sets of hosts that may be below a switch, whether or not a tree of them explains more: look there."""
-    return [hosts for hosts, part in _hints(_nearness(num_hosts, rounds)) if part < APART]
+def likely_sets(num_hosts: int, rounds: Sequence[Round], sites: Sequence[Set]) -> list[Set]:
+    """Return sets of hosts that may be below a switch, whether or not a tree of them explains more: look there.
+
+    None of them has some hosts of a site and some beside it.
+    """
+    likely = (hosts for hosts, part in _hints(_nearness(num_hosts, rounds)) if part < APART)
+    return [hosts for hosts in likely if all(_is_laminar(hosts, site) for site in sites)]
 
 
 def _hints(near: np.ndarray) -> Iterator[tuple[Set, float]]:
