@@ -1,9 +1,12 @@
 """How long a job takes to measure its network, and how near what it finds is to what is there.
 
     sudo python benchmarks/discovery.py two-racks-5-3 two-sites     # in the lab; without names, all shipped ones
+    sudo python benchmarks/discovery.py --steps 5 --random 20       # training, too, and 20 random networks
     python benchmarks/discovery.py --simulated                       # rounds, seconds of the fit, and accuracy alone
 
-In the lab one job for each topology, with ranks on hosts in no order, measures ``--times`` times. Simulated are the
+In the lab one job for each topology, with ranks on hosts in no order, measures ``--times`` times. With ``--steps`` it
+then trains 4.2 MB of parameters with ``Sharded()``, in turns on what was found last and by the file: medians of so many
+steps, twice. ``--slowly`` divides all rates, so that processors, which all hosts share, do not count. Simulated are the
 shipped ones, 20 random ones, and 32 hosts, on flows that are 5 % off. *off*: by how much what can pass a link, by the
 tree that is found, is off what can by the file (the worst link's, and the mean); a tree is right where it has the
 switches of the file that divide two or more hosts from two or more others.
@@ -19,8 +22,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
+from advise_lab import slowed
+from torch import nn
 
 import syncline
 from syncline.cli.launcher.scratch import shared_secret
@@ -72,9 +79,26 @@ def divisions(topology: Topology) -> set[frozenset[frozenset[str]]]:
     return {frozenset((hosts, everyone - hosts)) for hosts in below if 1 < len(hosts) < len(everyone) - 1}
 
 
-def measured(topology: Topology, times: int) -> Iterator[tuple[float, float, Topology]]:
-    """Yield seconds, the error that is told, and what was found, for each time, in a lab of this topology."""
-    command = [sys.executable, "-m", "syncline.cli.main", "run", __file__, "--rank", "--times", str(times)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a job has found: in how long, how sure it is, and how long steps take by it and by the file, in turns."""
+
+    seconds: float
+    error: float
+    topology: Topology
+    steps_s: dict[str, list[float]]
+
+    def __str__(self) -> str:
+        if not self.steps_s:
+            return ""
+        found_s, file_s = (statistics.mean(self.steps_s[way]) for way in ("found", "file"))
+        return f" | {found_s:.2f} | {file_s:.2f} | {found_s / file_s:.2f}"
+
+
+def measured(topology: Topology, times: int, num_steps: int) -> Iterator[Found]:
+    """Yield what was found, for each time, in a lab of this topology; steps with the last."""
+    options = ["--times", str(times), "--steps", str(num_steps)]
+    command = [sys.executable, "-m", "syncline.cli.main", "run", __file__, "--rank", *options]
     with tempfile.TemporaryFile("w+") as output, shared_secret({}) as secret:
         status = operations.run(topology, command, env=secret, output=output, errors=output)
         output.seek(0)
@@ -83,17 +107,37 @@ def measured(topology: Topology, times: int) -> Iterator[tuple[float, float, Top
     if status or len(found) != times:
         raise SystemExit(f"{topology.name} ended with status {status}:\n" + "\n".join(lines[-30:]))
     for each in found:
-        yield each["seconds"], each["error"], Topology.parse(each["found"])
+        yield Found(**each | {"topology": Topology.parse(each["topology"])})
 
 
-def be_rank(times: int) -> None:
-    """Measure with the other ranks of the job; rank 0 prints a line for each time."""
+def be_rank(times: int, num_steps: int) -> None:
+    """Measure with the other ranks of the job, and train; rank 0 prints a line for each time."""
     with syncline.init("flat") as fleet:
-        for _ in range(times):
-            found = discover_network(fleet.communicator)
-            if fleet.rank == 0:
-                row = {"seconds": found.seconds, "error": found.error, "found": found.topology.to_yaml()}
-                print(json.dumps(row), flush=True)
+        finds = [discover_network(fleet.communicator) for _ in range(times)]
+    steps_s: dict[str, list[float]] = {}
+    for way, topology in (("found", finds[-1].topology), ("file", None)) * (2 if num_steps else 0):
+        steps_s.setdefault(way, []).append(step_s(topology, num_steps))
+    for place, found in enumerate(finds):
+        row = {"seconds": found.seconds, "error": found.error, "topology": found.topology.to_yaml()}
+        if fleet.rank == 0:
+            print(json.dumps(row | {"steps_s": steps_s if place == times - 1 else {}}), flush=True)
+
+
+def step_s(topology: Topology | None, num_steps: int) -> float:
+    """Return the median time of a step, in seconds, that is planned on this topology; without, on the lab's file."""
+    torch.set_num_threads(1)
+    with syncline.init(topology) as fleet:
+        layers = [nn.Linear(512, 512, bias=False) for _ in range(4)]
+        model = nn.Sequential(*layers)
+        model, optimizer = syncline.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        seconds: list[float] = []
+        for _ in range(2 + num_steps):
+            began_s = time.monotonic()
+            model(torch.randn(1, 512) + fleet.rank).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds.append(time.monotonic() - began_s)
+    return statistics.median(seconds[2:])
 
 
 def simulate(topology: Topology) -> str:
@@ -111,11 +155,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("topologies", nargs="*", default=SHIPPED)
     parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--random", type=int, default=0, help="of so many random networks, too")
+    parser.add_argument("--slowly", type=int, default=1)
     parser.add_argument("--simulated", action="store_true")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        be_rank(options.times)
+        be_rank(options.times, options.steps)
         return
     there = [shuffled(Topology.load(name), seed=3) for name in options.topologies]
     if options.simulated:
@@ -125,12 +172,15 @@ def main() -> None:
         for topology in there:
             print(simulate(topology), flush=True)
         return
-    print("| network | hosts | seconds | told error | tree right | off, worst | mean |\n" + "|---" * 7 + "|")
-    for topology in there:
-        for seconds, error, found in measured(topology, options.times):
-            told = "failed" if math.isinf(error) else f"{error:.0%}"
-            accuracy = Accuracy.of(found, topology)
-            print(f"| {topology.name} | {len(topology.hosts)} | {seconds:.2f} | {told} | {accuracy} |", flush=True)
+    there += [shuffled(random_racks(seed), seed=seed) for seed in range(options.random)]
+    more = " | step, found | by the file | ratio" if options.steps else ""
+    print(f"| network | hosts | seconds | told error | tree right | off, worst | mean{more} |\n" + "|---" * 10 + "|")
+    for topology in (replace(each, root=slowed(each.root, options.slowly)) for each in there):
+        for found in measured(topology, options.times, options.steps):
+            told = "failed" if math.isinf(found.error) else f"{found.error:.0%}"
+            accuracy = Accuracy.of(found.topology, topology)
+            row = f"| {topology.name} | {len(topology.hosts)} | {found.seconds:.2f} | {told} | {accuracy}{found} |"
+            print(row, flush=True)
 
 
 if __name__ == "__main__":

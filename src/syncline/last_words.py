@@ -1,4 +1,7 @@
-"""What a rank leaves for its launcher: whom its last error names, that it has met the others, and its number there."""
+"""What a rank leaves for its launcher: whom its last error names, that it has met the others, and its number there.
+
+And that it goes on without ranks that are lost, if it does.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +52,21 @@ def tell_met() -> None:
             met_file(Path(path)).touch()
 
 
+def tell_goes_on() -> None:
+    """Let the launcher know that this rank goes on without others that are lost."""
+    if path := process_variables().get(LAST_WORDS):
+        with contextlib.suppress(OSError):  # it then tells nobody that there are options for that
+            goes_on_file(Path(path)).touch()
+
+
 def met_file(last_words: Path) -> Path:
     """Return the file that is there once a rank has met the others."""
     return last_words.with_suffix(".met")
+
+
+def goes_on_file(last_words: Path) -> Path:
+    """Return the file that is there once a rank would go on without others."""
+    return last_words.with_suffix(".goes-on")
 
 
 def number_file(last_words: Path) -> Path:

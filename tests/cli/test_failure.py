@@ -90,6 +90,8 @@ def test_the_first_word_says_what_happens_next():
     assert describe_first("rank 1", how, num_living=2, grace_s=5.0) == (
         "rank 1 ended with exit code 3; the other 2 ranks get 5 s to end by themselves"
     )
+    would = describe_first("rank 1", how, num_living=2, grace_s=5.0, would_go_on=True)
+    assert would.endswith("get 5 s to end by themselves, and would go on with --keep-going or --elastic")
     assert describe_first("rank 1", how, num_living=1, grace_s=5.0).endswith("the other rank gets 5 s to end by itself")
     assert describe_first("rank 1", Exit(signal_number=9), num_living=0, grace_s=5.0) == "rank 1 was killed by SIGKILL"
 

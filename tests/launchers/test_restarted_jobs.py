@@ -108,3 +108,29 @@ def test_an_elastic_job_takes_each_sample_once_though_a_rank_is_lost(tmp_path: P
     assert "the job went on without 1 of 2 ranks: rank 1, killed by SIGKILL" in ended.stdout
     assert [rank["iteration"] for rank in ends(tmp_path)] == [10]
     check_samples(tmp_path, 10)
+
+
+LOSES_A_RANK = """
+import os, signal
+import torch
+import syncline
+with syncline.init() as fleet:
+    model = torch.nn.Linear(2, 1)
+    elastic = {"elastic": True} if os.environ["ELASTIC"] else {}
+    model, optimizer = syncline.distribute(model, torch.optim.SGD(model.parameters()), syncline.AllReduce(), **elastic)
+    for step in range(3):
+        if step == fleet.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(torch.randn(4, 2)).sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("elastic", ["", "yes"])
+def test_a_user_whose_ranks_would_go_on_is_told_how_they_may(elastic: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LOSES_A_RANK)
+    command = ("-m", "syncline.cli.main", "run", "--ranks", "2", str(tmp_path / "train.py"))
+    (ended,) = run_programs([Program(command, plain_environment() | {"ELASTIC": elastic})])
+    hint = ", and would go on with --keep-going or --elastic" if elastic else ""
+    assert f"rank 1 was killed by SIGKILL; the other rank gets 5 s to end by itself{hint}\n" in ended.stdout
+    assert ended.returncode == 137

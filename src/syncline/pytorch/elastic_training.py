@@ -14,6 +14,7 @@ import torch
 
 from syncline import updates
 from syncline.errors import UpdateError
+from syncline.last_words import tell_goes_on
 from syncline.members import Elastic
 from syncline.members.job_record import NO_FLAGS, Flags
 from syncline.pytorch.epochs import FabricPlace, Recovery
@@ -164,6 +165,9 @@ def begin_elastic(
             "Either all models of a job are elastic or none is: give distribute() the same elastic= for each"
         )
     fleet.is_elastic = settings is not None
+    survives = isinstance(rule, updates.Overlapped) or (isinstance(rule, updates.Clustered) and rule.is_served)
+    if settings is not None or survives:
+        tell_goes_on()
     if settings is None:
         return None
     if fleet.recovery is None:
@@ -173,7 +177,7 @@ def begin_elastic(
         raise UpdateError(
             f"All models of a job have the same settings, here {fleet.recovery.settings!r}, not {settings!r}"
         )
-    if isinstance(rule, updates.Overlapped | updates.Clustered):  # which survive by themselves
+    if survives:  # by itself
         return None
     fleet.recovery.begin()
     return ElasticTraining(fleet.recovery, plan)

@@ -23,15 +23,27 @@ def pick_cause(failures: Sequence[Failure], tails: Mapping[int, Sequence[str]]) 
     return failures[0]
 
 
-def describe_first(name: str, how: Exit, *, num_living: int, grace_s: float, pause_s: float | None = None) -> str:
+def describe_first(
+    name: str,
+    how: Exit,
+    *,
+    num_living: int,
+    grace_s: float,
+    pause_s: float | None = None,
+    would_go_on: bool = False,
+) -> str:
     """Word, in one line, that a rank has failed; the others go on if ``grace_s`` is infinite.
 
-    ``pause_s``: in how many seconds it is started again, to join the others; None if it is not.
+    ``pause_s``: in how many seconds it is started again, to join the others; None if it is not. ``would_go_on``:
+    whether the others would without it, if they were let.
     """
     if pause_s is not None:
         return f"{_fate(name, how)}; it starts again in {pause_s:g} s, to join those that go on"
     get, selves = ("gets", "itself") if num_living == 1 else ("get", "themselves")
-    what = f"{get} {grace_s:g} s to end by {selves}" if math.isfinite(grace_s) else "may go on"
+    what = "may go on"
+    if math.isfinite(grace_s):
+        what = f"{get} {grace_s:g} s to end by {selves}"
+        what += ", and would go on with --keep-going or --elastic" if would_go_on else ""
     rest = f"; the other {_ranks(num_living)} {what}" if num_living else ""
     return f"{_fate(name, how)}{rest}"
 

@@ -49,7 +49,7 @@ from syncline.cli.launcher.supervisor import (
 )
 from syncline.cli.launcher.terminal import Terminal, colour_of
 from syncline.errors import LaunchError
-from syncline.last_words import LAST_WORDS, LastWords, met_file, number_file, read_number
+from syncline.last_words import LAST_WORDS, LastWords, goes_on_file, met_file, number_file, read_number
 from syncline.runtime.live import render
 
 READ_BYTES = 1 << 16
@@ -289,7 +289,7 @@ class Runner:
         environment = dict(self._session.environments[rank])
         environment[RESTART_COUNT] = str(self._attempt + self._supervisor.num_restarts)
         words = self._last_words_file(rank)
-        for path in (words, number_file(words), met_file(words)):  # of an earlier process
+        for path in (words, number_file(words), met_file(words), goes_on_file(words)):  # of an earlier process
             path.unlink(missing_ok=True)
         self._labels[rank] = self._session.labels[rank]
         if door or JOIN in environment:
@@ -383,13 +383,14 @@ class Runner:
         if announcement.rank is None:
             self._terminal.say(describe_ending(announcement.reason, self._supervisor.living))
             return
-        failure = self._supervisor.failures[-1]
+        failure, living = self._supervisor.failures[-1], self._supervisor.living
         words = describe_first(
             self._names[failure.rank],
             failure.exit,
-            num_living=len(self._supervisor.living),
+            num_living=len(living),
             grace_s=self._session.limits.grace_s,
             pause_s=announcement.pause_s,
+            would_go_on=any(goes_on_file(self._last_words_file(rank)).exists() for rank in living),
         )
         self._terminal.say(words, is_error=True)
 
