@@ -1,15 +1,15 @@
 """How long a job takes to measure its network, and how near what it finds is to what is there.
 
     sudo python benchmarks/discovery.py two-racks-5-3 two-sites     # in the lab; without names, all shipped ones
-    sudo python benchmarks/discovery.py --steps 5 --random 20       # training, too, and 20 random networks
+    sudo python benchmarks/discovery.py --steps 5 --random 20       # training, too, and racks-0 to racks-19
     python benchmarks/discovery.py --simulated                       # rounds, seconds of the fit, and accuracy alone
 
 In the lab one job for each topology, with ranks on hosts in no order, measures ``--times`` times. With ``--steps`` it
-then trains 4.2 MB of parameters with ``Sharded()``, in turns on what was found last and by the file: medians of so many
-steps, twice. ``--slowly`` divides all rates, so that processors, which all hosts share, do not count. Simulated are the
-shipped ones, 20 random ones, and 32 hosts, on flows that are 5 % off. *off*: by how much what can pass a link, by the
-tree that is found, is off what can by the file (the worst link's, and the mean); a tree is right where it has the
-switches of the file that divide two or more hosts from two or more others.
+then trains 4.2 MB of parameters with ``Sharded()``, in three turns on what was found last and by the file: medians of
+so many steps. ``--slowly`` divides all rates, so that processors, which all hosts share, do not count. Simulated are
+the shipped ones, 20 random ones, and 32 hosts, on flows that are 5 % off. *off*: by how much what can pass a link,
+by the tree that is found, is off what can by the file (the worst link's, and the mean); a tree is right where it has
+the switches of the file that divide two or more hosts from two or more others.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from syncline.topology import Switch, Topology
 
 SHIPPED = ("two-racks-5-3", "three-racks-uneven-uplinks", "deep-asymmetric", "demo-1-3", "two-sites", "flat-8")
 NUM_RANDOM, NOISE = 20, 0.05
+NUM_TURNS = 3
 RACKS_OF_32 = (
     "{switch: s, children: ["
     + ", ".join(
@@ -92,7 +93,8 @@ class Found:
         if not self.steps_s:
             return ""
         found_s, file_s = (statistics.mean(self.steps_s[way]) for way in ("found", "file"))
-        return f" | {found_s:.2f} | {file_s:.2f} | {found_s / file_s:.2f}"
+        turns = (", ".join(f"{each:.2f}" for each in self.steps_s[way]) for way in ("found", "file"))
+        return f" | {' | '.join(turns)} | {found_s / file_s:.2f}"
 
 
 def measured(topology: Topology, times: int, num_steps: int) -> Iterator[Found]:
@@ -115,7 +117,7 @@ def be_rank(times: int, num_steps: int) -> None:
     with syncline.init("flat") as fleet:
         finds = [discover_network(fleet.communicator) for _ in range(times)]
     steps_s: dict[str, list[float]] = {}
-    for way, topology in (("found", finds[-1].topology), ("file", None)) * (2 if num_steps else 0):
+    for way, topology in (("found", finds[-1].topology), ("file", None)) * (NUM_TURNS if num_steps else 0):
         steps_s.setdefault(way, []).append(step_s(topology, num_steps))
     for place, found in enumerate(finds):
         row = {"seconds": found.seconds, "error": found.error, "topology": found.topology.to_yaml()}
@@ -150,6 +152,14 @@ def simulate(topology: Topology) -> str:
     return f"| {topology.name} | {len(topology.hosts)} | {network.num_rounds} | {took_s:.2f} | {accuracy} |"
 
 
+def network(name: str) -> Topology:
+    """Return a shipped network, a file's, or (``racks-7``) a random one, with ranks on its hosts in no order."""
+    kind, _, number = name.partition("-")
+    seed = int(number) if kind == "racks" else 3
+    there: Topology = shuffled(random_racks(seed) if kind == "racks" else Topology.load(name), seed=seed)
+    return there
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -164,15 +174,15 @@ def main() -> None:
     if options.rank:
         be_rank(options.times, options.steps)
         return
-    there = [shuffled(Topology.load(name), seed=3) for name in options.topologies]
+    there = [network(name) for name in options.topologies]
     if options.simulated:
-        there += [shuffled(random_racks(seed), seed=seed) for seed in range(NUM_RANDOM)]
+        there += [network(f"racks-{seed}") for seed in range(NUM_RANDOM)]
         there += [Topology.flat(32, rate=125e6), shuffled(Topology.parse(RACKS_OF_32, source="racks-32"), seed=3)]
         print("| network | hosts | rounds | processor s | tree right | off, worst | mean |\n" + "|---" * 7 + "|")
         for topology in there:
             print(simulate(topology), flush=True)
         return
-    there += [shuffled(random_racks(seed), seed=seed) for seed in range(options.random)]
+    there += [network(f"racks-{seed}") for seed in range(options.random)]
     more = " | step, found | by the file | ratio" if options.steps else ""
     print(f"| network | hosts | seconds | told error | tree right | off, worst | mean{more} |\n" + "|---" * 10 + "|")
     for topology in (replace(each, root=slowed(each.root, options.slowly)) for each in there):

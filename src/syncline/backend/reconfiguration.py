@@ -175,7 +175,7 @@ class WorldGrowth:
             while isinstance(made := self._try_to_open(cause), BaseException):
                 cause = made
         except BaseException as error:
-            self._failure = error
+            self._failure = self.fleet.error_in_flight = error  # the others are told
             self.fleet.close(is_failing=True)
             raise
         return made
@@ -371,7 +371,8 @@ def _begin(options: BackendOptions, elastic: Elastic | None) -> WorldGrowth:
         assert fleet.growth is not None, "every fleet that is opened may grow"
         world = WorldGrowth(fleet, fleet.growth, Elastic.choose(elastic) or Elastic(), environment)
         fleet.growth.begin(world)
-    except BaseException:
+    except BaseException as error:
+        fleet.error_in_flight = error
         fleet.close(is_failing=True)
         raise
     return world
