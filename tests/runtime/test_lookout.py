@@ -91,6 +91,8 @@ def test_late_input_is_told_from_slow_computing() -> None:
     both = {phase: 1.2 * part for phase, part in HEALTHY.items()} | {"elsewhere": 0.2}
     ((_, line),) = said_of(healthy(r2=both))
     assert "and it computes slower (forward 1.2 x" in line
+    ((_, line),) = said_of(healthy(r2=both | {"forward": 0.07, "backward": 0.3}))
+    assert "and it computes slower (backward 1.5 x, step 1.2 x)" in line, "not in what takes it less time"
 
 
 def test_a_group_whose_forward_passes_are_not_seen_is_not_said_to_read_its_input() -> None:

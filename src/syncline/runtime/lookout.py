@@ -405,7 +405,8 @@ class Lookout:
         usual = {phase: median([share.own[phase] for share in others]) for phase in PHASES}
         excess = {phase: max(0.0, slow.own[phase] - usual[phase]) for phase in PHASES}
         computing = [phase for phase in (FORWARD, BACKWARD, STEP) if usual[phase] > 0]
-        ratios = ", ".join(f"{phase} {slow.own[phase] / usual[phase]:.1f} x" for phase in computing)
+        factors = {phase: slow.own[phase] / usual[phase] for phase in computing}
+        ratios = ", ".join(f"{phase} {factor:.1f} x" for phase, factor in factors.items() if factor >= 0.95)
         apart_part = excess[ELSEWHERE] / sum(excess.values())
         if apart_part < 0.3:
             return f"it computes slower than they do ({ratios})"
