@@ -188,8 +188,7 @@ def find_tree(sites: Sequence[Set], measure: Measure) -> FittedTree:
     everyone = _everyone(sites)
     pairs = _rounds_of_pairs(sites)
     near = [flows for flows in pairs if any(site.issuperset(flows[0]) for site in sites)] or pairs
-    twice = near[:: max(1, len(near) // NUM_LOOKS)][:NUM_LOOKS]  # for the noise
-    rounds = [measure(flows) for flows in (*pairs, *twice)]
+    rounds = [measure(flows) for flows in (*pairs, *near[:: max(1, len(near) // NUM_LOOKS)])]  # some twice: the noise
     fit = partial(fit_tree, len(everyone), sites=sites)
     tree = fit(rounds, known=_sides(sites, lambda _: everyone))
     for _ in range(NUM_PASSES):
