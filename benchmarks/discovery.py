@@ -184,7 +184,8 @@ def main() -> None:
         return
     there += [network(f"racks-{seed}") for seed in range(options.random)]
     more = " | step, found | by the file | ratio" if options.steps else ""
-    print(f"| network | hosts | seconds | told error | tree right | off, worst | mean{more} |\n" + "|---" * 10 + "|")
+    head = f"| network | hosts | seconds | told error | tree right | off, worst | mean{more} |"
+    print(head + "\n" + "|---" * (head.count("|") - 1) + "|")
     for topology in (replace(each, root=slowed(each.root, options.slowly)) for each in there):
         for found in measured(topology, options.times, options.steps):
             told = "failed" if math.isinf(found.error) else f"{found.error:.0%}"

@@ -1,7 +1,4 @@
-"""What a rank leaves for its launcher: whom its last error names, that it has met the others, and its number there.
-
-And that it goes on without ranks that are lost, if it does.
-"""
+"""What a rank leaves for its launcher: whom its last error names, that it has met the others, its number, and more."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import contextlib
 import json
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,16 +44,12 @@ def tell_number(number: int) -> None:
 
 def tell_met() -> None:
     """Let the launcher know that this rank and all others of its job are connected."""
-    if path := process_variables().get(LAST_WORDS):
-        with contextlib.suppress(OSError):  # if it dies, it is then waited for where the ranks meet
-            met_file(Path(path)).touch()
+    _leave_file(met_file)  # else, if it dies, it is waited for where the ranks meet
 
 
 def tell_goes_on() -> None:
     """Let the launcher know that this rank goes on without others that are lost."""
-    if path := process_variables().get(LAST_WORDS):
-        with contextlib.suppress(OSError):  # it then tells nobody that there are options for that
-            goes_on_file(Path(path)).touch()
+    _leave_file(goes_on_file)  # else nobody is told that there are options for that
 
 
 def met_file(last_words: Path) -> Path:
@@ -96,6 +89,12 @@ def leave_at_exit() -> None:
     if LAST_WORDS in process_variables():
         atexit.unregister(_leave)
         atexit.register(_leave)
+
+
+def _leave_file(file_of: Callable[[Path], Path]) -> None:
+    if path := process_variables().get(LAST_WORDS):
+        with contextlib.suppress(OSError):
+            file_of(Path(path)).touch()
 
 
 def _leave() -> None:

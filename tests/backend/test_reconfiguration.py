@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,31 @@ def test_a_rank_that_dies_while_the_group_is_made_anew_is_left_out_too(tmp_path:
     assert counted[2] == [1, 3]
     assert set(counted[max(counted)]) > {1, 3}
     assert any([2, [1, 3], [0, 2], [], 2] in one["changes"] for one in told)
+
+
+FAILS_LATER = """
+import os, sys
+import syncline
+from syncline.backend.reconfiguration import WorldGrowth
+is_failing = os.environ["RANK"] == "1"
+pipe = os.open(sys.argv[1], os.O_WRONLY if is_failing else os.O_RDONLY)
+syncline.reconfigure()
+if is_failing:
+    def fail(self):
+        raise ValueError("no memory is left")
+    WorldGrowth._open = fail
+syncline.reconfigure()
+os.read(pipe, 1)  # until the process at its other end is no more
+"""
+
+
+def test_the_others_hear_why_a_rank_could_not_make_the_group_anew(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(FAILS_LATER)
+    os.mkfifo(tmp_path / "pipe")
+    launcher = ("-m", "syncline.cli.main", "run", "--ranks", 2)
+    done = run_python(*launcher, tmp_path / "program.py", tmp_path / "pipe", environment=script_environment())
+    assert "(rank 1 (host h1) is lost: it ended with ValueError: no memory is left, during" in done.stdout
+    assert "gets 5 s to end by itself, and would go on with --keep-going or --elastic" in done.stdout
 
 
 def test_who_has_seen_fewer_steps_gets_the_state_of_who_has_seen_most() -> None:

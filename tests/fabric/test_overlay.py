@@ -160,6 +160,21 @@ def test_all_hear_who_aborts_and_why(in_a_ring):
     run_over_tcp(8, scenario, **SPARSE)
 
 
+def test_what_is_believed_later_is_told_with_its_reason():
+    """Rank 2 has lost 0 and 3: as 0 lives, its word of 3 counts once 0 is lost."""
+
+    async def scenario(fabrics, recorders, mail):
+        one = fabrics[1]
+        one.on_news(one.peer(2), 0, "sent nothing")
+        one.on_news(one.peer(2), 3, "is lost: it had enough")
+        assert not recorders[1].lost
+        fabrics[0].abort("it ended")
+        await recorders[1].wait_until(lambda: 3 in recorders[1].lost)
+        assert "is lost: it had enough (as rank 2" in str(recorders[1].lost[3])
+
+    run_over_tcp(4, scenario)
+
+
 def test_all_hear_who_leaves_and_nobody_takes_it_for_lost(in_a_ring):
     async def scenario(fabrics, recorders, mail):
         fabrics[0].tell([1, 2, 3, 4, 5], b"goodbye")
