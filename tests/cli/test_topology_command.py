@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
@@ -90,3 +91,16 @@ def test_the_picture_is_a_flowchart() -> None:
     picture = shown("show", "demo-1-3", "--mermaid")
     assert picture.startswith("flowchart TD\n")
     assert picture.count(" ---|") == picture.count('["') - 1
+
+
+def test_the_picture_for_browsers_has_all_nodes_and_broad_links_where_much_passes() -> None:
+    picture = ElementTree.fromstring(shown("show", "two-racks-5-3", "--svg"))
+    space = "{http://www.w3.org/2000/svg}"
+    told = [text.text for text in picture.iter(f"{space}text")]
+    assert {"core", "rack-a", "rack-b", *(f"h{rank}" for rank in range(8))} <= set(told)
+    assert told.count("200 Mbit/s") == 2
+    assert "1 Gbit/s  rank 7" in told
+    widths = sorted(float(way.attrib["stroke-width"]) for way in picture.iter(f"{space}path"))
+    assert widths[:2] == [1.5, 1.5]
+    assert widths[2:] == [3.8] * 8
+    assert len(list(picture.iter(f"{space}rect"))) == 11

@@ -138,10 +138,11 @@ def show(
     ] = None,
     as_yaml: Annotated[bool, typer.Option("--yaml", help="Print it as a topology file.")] = False,
     as_mermaid: Annotated[bool, typer.Option("--mermaid", help="Print it as a Mermaid flowchart.")] = False,
+    as_svg: Annotated[bool, typer.Option("--svg", help="Print it as a picture, for browsers.")] = False,
 ) -> None:
     """Draw a topology; without a name, what a job of this user measured last from this machine."""
     loaded = Topology.load(_measured_last() if topology is None else topology)
-    text = loaded.to_yaml() if as_yaml else loaded.render(as_mermaid=as_mermaid) + "\n"
+    text = loaded.to_yaml() if as_yaml else loaded.render(as_mermaid=as_mermaid, as_svg=as_svg) + "\n"
     print(text, end="")
 
 

@@ -1,9 +1,11 @@
-"""A topology as text: a tree for people, a flowchart, and YAML, of which reading gives an equal topology."""
+"""A topology as text: a tree for people, a flowchart, a picture, and YAML, of which reading gives an equal topology."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
+from html import escape
 
 import yaml
 
@@ -12,6 +14,8 @@ from syncline.topology.tree import Host, Link, Node, Rank, Socket, Switch, walk
 from syncline.units import counted, format_duration, format_rate, format_share, format_size
 
 _INDENT = "  "
+BOX, COLUMN, ROW, NOTES = 110, 310, 28, 210
+"""Of a picture: widths of a node, of it and the link beside it, height of a host, and width of what is told of it."""
 
 
 def render_topology(name: str, root: Node) -> str:
@@ -38,6 +42,51 @@ def render_flowchart(root: Node) -> str:
             label = "" if child.link == Link.unlimited() else f'|"{describe_link(child.link)}"|'
             lines.append(f"    {numbers[node.name]} ---{label} {numbers[child.name]}")
     return "\n".join(lines)
+
+
+def render_picture(name: str, root: Node) -> str:
+    """Draw the tree as SVG, the root on the left; the more a link carries, the broader it is."""
+    links = [node.link for node in walk(root) if node.link is not None and node.link != Link.unlimited()]
+    slowest = min((_slower_way(link) for link in links), default=1.0)
+    drawn: list[str] = []
+    height = _draw(root, 0, 0, slowest, drawn)
+    depth = 1 + max(_depths(root, 0))
+    size = f'viewBox="0 0 {COLUMN * depth + NOTES} {ROW * height}" font-family="sans-serif" font-size="12"'
+    title = f"<title>{escape(name)}</title>"
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">', title, *drawn, "</svg>"])
+
+
+def _draw(node: Node, depth: int, row: int, slowest: float, drawn: list[str]) -> int:
+    """Draw a node and all below it from this row on; return how many rows they take."""
+    x, y = COLUMN * depth, ROW * row + ROW // 2
+    below = row
+    for child in _shown_children(node):
+        child_y, end_x = ROW * below + ROW // 2, x + COLUMN
+        width = 1.5
+        if child.link is not None and child.link != Link.unlimited():
+            width += math.log2(_slower_way(child.link) / slowest)
+        way = f"M {x + BOX} {y} H {x + BOX + 8} V {child_y} H {end_x}"
+        drawn.append(f'<path d="{way}" fill="none" stroke="#5b7a99" stroke-width="{width:.1f}"/>')
+        below += _draw(child, depth + 1, below, slowest, drawn)
+    kind = "#dfe9f3" if isinstance(node, Switch) else "#e8f2e0"
+    box = f'x="{x + 1}" y="{y - 10}" width="{BOX - 1}" height="20" rx="4"'
+    drawn.append(f'<rect {box} fill="{kind}" stroke="#5b7a99"/>')
+    drawn.append(f'<text x="{x + BOX / 2}" y="{y + 4}" text-anchor="middle">{escape(node.name)}</text>')
+    if note := _note(node):
+        above = x - COLUMN + BOX + 12, y - 6
+        at = (x + BOX + 6, y + 4) if not _shown_children(node) else above
+        drawn.append(f'<text x="{at[0]}" y="{at[1]}" fill="#555">{escape(note)}</text>')
+    return max(1, below - row)
+
+
+def _depths(node: Node, depth: int) -> Iterator[int]:
+    yield depth
+    for child in _shown_children(node):
+        yield from _depths(child, depth + 1)
+
+
+def _slower_way(link: Link) -> float:
+    return min(link.up_bytes_per_s, link.down_bytes_per_s)
 
 
 def _rows(node: Node, indent: str) -> Iterator[tuple[str, str]]:

@@ -274,10 +274,12 @@ class Topology:
         return walk(self.root)
 
     @checked
-    def render(self, *, as_mermaid: bool = False) -> str:
-        """Draw the tree as text, a switch or host on each line with the rate of the link above, or as a flowchart."""
-        from syncline.topology.rendering import render_flowchart, render_topology
+    def render(self, *, as_mermaid: bool = False, as_svg: bool = False) -> str:
+        """Draw the tree as text, a node on each line with the rate of the link above, or as a flowchart or picture."""
+        from syncline.topology.rendering import render_flowchart, render_picture, render_topology
 
+        if as_svg:
+            return render_picture(self.name, self.root)
         return render_flowchart(self.root) if as_mermaid else render_topology(self.name, self.root)
 
     def to_yaml(self) -> str:
