@@ -13,7 +13,9 @@ import torch
 from syncline.errors import PeerLostError, ScheduleError, SynclineError
 from syncline.observe import NullTrace
 from syncline.runtime.communicator import Communicator, communicators_in_memory
-from syncline.schedule import Collective, Schedule, plan_tree
+from syncline.runtime.plans import Plans
+from syncline.schedule import Collective, Schedule, plan_tree, predict
+from syncline.schedule.cost import predicted_slice_bytes
 from syncline.schedule.replicas import find_replicas
 from syncline.topology import Topology
 from syncline.updates import bucket_schedule
@@ -69,6 +71,23 @@ def test_a_size_that_the_user_wants_goes_before_the_runtime_s() -> None:
     options = BucketScheduleOptions(is_divided=True, slice_bytes=400)
     (bucket_schedule,) = plan_bucket_schedules(communicator, plans(330), options, first_stream=1)
     assert [4 * (offsets[-1] - offsets[0]) for offsets in bucket_schedule.layout.slices] == [440, 440, 440]
+
+
+@pytest.mark.parametrize("name", ["deep-asymmetric", "three-racks-uneven-uplinks"])
+def test_buckets_that_follow_each_other_are_planned_as_part_of_all(name: str) -> None:
+    """Alone a small one would take fewer steps, with half as much again on the busiest link, or more."""
+    communicator: Any = Recorder()
+    communicator.topology = topology = Topology.load(name)
+    communicator.plan = Plans(topology, slice_bytes=None).schedule
+    num_bytes, slice_bytes = 256 << 10, predicted_slice_bytes(topology)
+    options = BucketScheduleOptions(is_divided=False)
+    planned = plan_bucket_schedules(communicator, plans(*[num_bytes // 4] * 32), options, first_stream=1)
+    (schedule,) = {
+        id(one.schedules[Collective.ALL_REDUCE]): one.schedules[Collective.ALL_REDUCE] for one in planned
+    }.values()
+    alone = communicator.plan(Collective.ALL_REDUCE, num_bytes)
+    together_s, alone_s = (predict(one, topology, 32 * num_bytes, slice_bytes).time_s for one in (schedule, alone))
+    assert alone_s > 1.2 * together_s
 
 
 RACKS = Topology.load("two-racks-5-3")

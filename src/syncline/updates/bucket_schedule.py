@@ -131,7 +131,9 @@ def plan_bucket_schedules(
     topology.
     """
     if not options.is_divided:
-        return tuple(_plan_whole(communicator, plan, options, first_stream + plan.index) for plan in plans)
+        # Each as part of all, since they follow each other and keep the links busy together.
+        schedule = communicator.plan(Collective.ALL_REDUCE, sum(plan.num_bytes for plan in plans))
+        return tuple(_plan_whole(communicator, plan, options, first_stream + plan.index, schedule) for plan in plans)
     if options.replicate is not None:
         found = _step_with_replicas(communicator, plans, options, most)
         if len(found.replicas) > 1:
@@ -338,9 +340,8 @@ def _check_room(
 
 
 def _plan_whole(
-    communicator: Communicator, plan: BucketPlan, options: BucketScheduleOptions, stream: int
+    communicator: Communicator, plan: BucketPlan, options: BucketScheduleOptions, stream: int, schedule: Schedule
 ) -> BucketSchedule:
-    schedule = communicator.plan(Collective.ALL_REDUCE, plan.num_bytes)
     layout = Layout.build(schedule, plan.num_elements, _slice_elements(communicator, plan, options))
     owned = (((0, plan.num_elements),),)
     return BucketSchedule(stream=stream, layout=layout, schedules={Collective.ALL_REDUCE: schedule}, owned=owned)
