@@ -13,7 +13,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -34,6 +36,9 @@ TIMES = "ADVISE_LAB_SLOWLY"
 """The variable that says how many times longer layers take."""
 NUMBERS_PER_MIB = 1 << 18
 BACKWARD_PER_FORWARD = 2.0
+BATCH = 4
+"""Samples of a rank; a pair has those of two."""
+PHASED = "phase("
 
 
 class Work(torch.autograd.Function):
@@ -63,7 +68,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute; the gradient of the weight is there when the backward pass has slept."""
-        passed: Tensor = Work.apply(x + self.weight.mean(), self.forward_s)  # type: ignore[no-untyped-call]
+        seconds = self.forward_s * len(x) / BATCH
+        passed: Tensor = Work.apply(x + self.weight.mean(), seconds)  # type: ignore[no-untyped-call]
         return passed
 
 
@@ -74,11 +80,15 @@ class Shape:
     mib: tuple[float, ...]
     forward_ms: tuple[float, ...]
 
-    def build(self) -> nn.Module:
-        """Build the model; it is alike on all ranks."""
+    def makers(self) -> list[Callable[[], nn.Module]]:
+        """Return what builds each layer; it is alike on all ranks."""
         times = int(os.environ[TIMES])
         pairs = zip(self.mib, self.forward_ms, strict=True)
-        return nn.Sequential(*(Layer(round(mib * NUMBERS_PER_MIB), times * ms / 1000) for mib, ms in pairs))
+        return [partial(Layer, round(mib * NUMBERS_PER_MIB), times * ms / 1000) for mib, ms in pairs]
+
+    def build(self) -> nn.Module:
+        """Build the model."""
+        return nn.Sequential(*(make() for make in self.makers()))
 
 
 MODELS = {
@@ -90,17 +100,17 @@ MODELS = {
 
 def even() -> tuple[nn.Module, Tensor]:
     """For ``syncline advise --model``."""
-    return MODELS["even"].build(), torch.ones(1)
+    return MODELS["even"].build(), torch.ones(BATCH, 1)
 
 
 def large_first_layer() -> tuple[nn.Module, Tensor]:
     """Likewise."""
-    return MODELS["large first layer"].build(), torch.ones(1)
+    return MODELS["large first layer"].build(), torch.ones(BATCH, 1)
 
 
 def computes_long() -> tuple[nn.Module, Tensor]:
     """Likewise."""
-    return MODELS["computes long"].build(), torch.ones(1)
+    return MODELS["computes long"].build(), torch.ones(BATCH, 1)
 
 
 def rule_of(text: str) -> Any:
@@ -108,18 +118,34 @@ def rule_of(text: str) -> Any:
     return eval(text, {name: getattr(syncline, name) for name in syncline.__all__})
 
 
+def train_phased(name: str, rule: str) -> list[float]:
+    """Likewise, on pairs, whose batch is as large as those of both ranks."""
+    options = eval(rule, {"phase": dict})
+    optimizer = partial(torch.optim.Adam, lr=1e-6)
+    trainer = syncline.phase(MODELS[name].makers(), optimizer, loss=nn.functional.mse_loss, **options)
+    x, ends_s = torch.ones(2 * BATCH, 1), []
+    for _ in range(2 + NUM_TIMED):
+        trainer.step(x, x)
+        ends_s.append(time.perf_counter())
+    trainer.synchronize()
+    dist.barrier()
+    return [after - before for before, after in pairwise(ends_s[1:])]
+
+
 def train(name: str, rule: str) -> list[float]:
     """Return the seconds of each timed step, as this rank saw them."""
+    if rule.startswith(PHASED):
+        return train_phased(name, rule)
     model = MODELS[name].build()
     optimizer: Any = torch.optim.Adam(model.parameters(), lr=1e-6)
     if rule == RING:
         model = DistributedDataParallel(model, bucket_cap_mb=1)
     else:
         model, optimizer = syncline.distribute(model, optimizer, update=rule_of(rule))
-    x, ends_s = torch.ones(1), []
+    x, ends_s = torch.ones(BATCH, 1), []
     leading = 2 + MEASURED_STEPS if "overlap_forward" in rule else 1
     for _ in range(leading + NUM_TIMED):
-        model(x).backward()
+        model(x).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         ends_s.append(time.perf_counter())

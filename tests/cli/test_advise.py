@@ -3,12 +3,15 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from rich.console import Console
 
-from syncline.cli.advice import RING, Advice, advise, show
+from made_traces import TOPOLOGY as MADE, make_job, synchronous
+from syncline.cli.advice import PAIRS, RING, Advice
+from syncline.cli.advise import advise, show
 from syncline.cli.plan import compare_planners
 from syncline.cli.processors import Processors
 from syncline.cli.step_plan import plan_replicas, plan_step
@@ -17,6 +20,7 @@ from syncline.pytorch.model_profile import measure_model, measure_stepping
 from syncline.runtime.plans import Plans
 from syncline.schedule import PLANNERS, Collective, CostModel, predict
 from syncline.schedule.cost import predicted_slice_bytes
+from syncline.schedule.pairs import StageShape, plan_pairs
 from syncline.schedule.period import USUAL
 from syncline.topology import Topology
 from syncline.units import format_duration
@@ -34,6 +38,15 @@ def advice_on(topology, *, compute_s, num_bytes=BUCKETS, coding_s=None, **proces
     return Advice(
         topology=network, num_bytes=num_bytes, forward_s=forward_s, coding_s_per_byte=coding_s, processors=cores
     )
+
+
+def with_stages(advice, *, passed_bytes=1000):
+    """The same advice for a model whose buckets can be stages."""
+    shapes = (
+        StageShape(num_bytes=size, forward_share=1 / len(advice.num_bytes), passed_bytes=passed_bytes)
+        for size in advice.num_bytes
+    )
+    return replace(advice, stages=tuple(shapes))
 
 
 def row_of(advice, name):
@@ -129,7 +142,7 @@ def test_state_and_bytes_are_those_of_a_formula():
     total = sum(BUCKETS)
     for name, share in (("AllReduce()", 1.0), ("Sharded()", 1 / 8)):
         row = row_of(advice, name)
-        assert row.state_bytes == pytest.approx(2 * total * share)  # Adam's two numbers
+        assert row.memory_bytes == pytest.approx(2 * total * (1 + share))  # parameters, gradients, Adam's two numbers
         assert row.link_bytes == pytest.approx(2 * 7 / 8 * total, rel=1e-6)
 
 
@@ -196,6 +209,90 @@ def test_codes_are_counted_with_their_bits_and_what_coding_costs():
     assert row_of(dear, int8.name).step_s - int8.step_s == pytest.approx(sum(BUCKETS) * 1e-6, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", SHIPPED)
+def test_pairs_are_predicted_for_a_model_of_stages_where_they_can_be_trained(name):
+    plain = advice_on(name, compute_s=0.3, num_bytes=(2 * MIB,) * 8)
+    advice = with_stages(plain)
+    assert PAIRS not in [row.name for row in plain.rows]
+    if advice.topology.num_ranks % 2:
+        assert advice.rows == plain.rows
+        return
+    pairs = plan_pairs(advice.topology, advice.stages)
+    row = row_of(advice, PAIRS)
+    assert row.step_s >= pairs.step_s(0.1, pairs.updates_s, 4) * (1 - 1e-6)
+    assert row.step_s >= 0.4  # what is computed, and a third of it again
+    assert row.exposed_s == pytest.approx(row.step_s - 0.3)
+    assert row.memory_bytes == pytest.approx((2 + 2 * pairs.most_owned) * 2 * 2 * MIB)  # of two stages
+    trips_bytes = 8 * MIB * (3 + 2 * 2 * pairs.most_owned)
+    assert advice.disk_bytes_per_s == pytest.approx(trips_bytes / row.step_s)
+    assert any("two of 8 stages in memory" in note for note in advice.notes())
+
+
+def test_pairs_are_left_out_where_they_are_refused_and_advised_only_where_they_save_much():
+    text = "{switch: s, children: [{host: 'h[0-1]', uplink: 100 Mbit/s, ranks: 2, gateway: one}]}"
+    refused = with_stages(advice_on(Topology.parse(text), compute_s=0.1))
+    assert PAIRS not in [row.name for row in refused.rows]
+    assert refused.disk_bytes_per_s is None
+    slow = with_stages(advice_on(Topology.parse(HOME.format("20 Mbit/s").replace("[0-3]", "[0-2]")), compute_s=0.1))
+    plain = min(row.step_s for row in slow.rows if row.name != PAIRS)
+    assert slow.best.name == PAIRS
+    assert plain > 1.5 * slow.best.step_s, "half of the model has nothing to do with that link"
+    fast = with_stages(advice_on(Topology.flat(4, rate=1.25e8), compute_s=0.4))
+    assert fast.best.name != PAIRS
+
+
+def test_what_a_pair_passes_takes_its_links():
+    light, heavy = (
+        row_of(with_stages(advice_on("flat-8", compute_s=0.1), passed_bytes=size), PAIRS) for size in (1, 32 * MIB)
+    )
+    assert heavy.step_s > light.step_s
+    assert heavy.link_bytes - light.link_bytes == pytest.approx(2 * 3 * 32 * MIB, rel=1e-3)  # two batches, three ways
+
+
+@pytest.mark.parametrize("name", ["flat-8", "two-racks-5-3", "demo-1-3"])
+@pytest.mark.parametrize("compute_s", [0.05, 0.24, 0.6])
+def test_classes_gain_at_most_what_the_rear_layers_hold_up(name, compute_s):
+    advice = advice_on(name, compute_s=compute_s, num_bytes=(MIB,) * 8)
+    overlapped = row_of(advice, advice.best.name)
+    if advice.classes is None:
+        assert "overlap_forward" not in overlapped.name
+        return
+    begun_s = Plans(advice.topology, slice_bytes=None).inflight_bytes / (8 * MIB) * overlapped.step_s
+    assert 0 <= advice.classes.gain * overlapped.step_s <= begun_s
+    assert list(advice.classes.classes) == sorted(advice.classes.classes)
+    (note,) = advice.notes()
+    assert note.startswith(f"{overlapped.name}: ")
+    assert ("at most" in note) == (advice.classes.gain >= 0.03)
+
+
+def test_a_trace_takes_the_place_of_a_model(tmp_path):
+    """Two ranks on 80 Mbit/s, whose backward pass of 10 ms is that of one bucket of 1 MiB."""
+
+    def fill(rank, trace, begin_ns):
+        trace.about("job", rank=rank, members=[0, 1], topology=None if rank else MADE)
+        synchronous(12)(rank, trace, begin_ns)
+
+    make_job(tmp_path / "trace", 2, fill)
+    command = [sys.executable, "-m", "syncline.cli.main", "advise", "--trace", f"{tmp_path}/trace"]
+
+    def ask(*arguments):
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+        return done.stdout + done.stderr
+
+    shown = json.loads(ask("--json"))
+    assert shown["topology"] == "made"
+    assert shown["num_bytes"] == MIB
+    assert shown["compute_s"] == pytest.approx(0.010)
+    assert shown["traced"]["step_s"] == pytest.approx(0.015)
+    assert {"AllReduce()", "Sharded()", RING} <= {rule["name"] for rule in shown["rules"]}
+    assert json.loads(ask("flat-8", "--compute", "1 s", "--json"))["compute_s"] == pytest.approx(1)
+    assert "in the trace a step took 15 ms" in " ".join(ask().split())
+    assert "give one of --model and --trace" in ask("--model", "m:make")
+    make_job(tmp_path / "trace", 1, synchronous(12))
+    (tmp_path / "trace" / "trace-1.json").unlink()
+    assert "name a TOPOLOGY" in ask()
+
+
 TWO_EACH = "{switch: s, children: [{host: 'h[0-3]', uplink: 1 Gbit/s, ranks: 2}]}"
 
 
@@ -259,7 +356,33 @@ def test_what_a_model_keeps_busy_is_measured_and_who_sleeps_is_not(tmp_path):
     (tmp_path / "sleepy.py").write_text(SLEEPY)
     assert 0 < measure_model(f"{tmp_path}/sleepy.py:make").num_busy_cores < 0.5
     assert measure_model(f"{tmp_path}/sleepy.py:without_gradient").num_busy_cores > 0
+    assert measure_model(f"{tmp_path}/sleepy.py:make").stages == ()
     assert 0 < measure_stepping() < 1e-6
+
+
+STAGES = """
+import time, torch
+class Slow(torch.nn.Linear):
+    def forward(self, x):
+        time.sleep(0.03)
+        return super().forward(x)
+def make():
+    layers = torch.nn.Flatten(), torch.nn.Linear(8, 16), torch.nn.ReLU(), Slow(16, 4), torch.nn.Linear(4, 4)
+    return torch.nn.Sequential(*layers), torch.ones(5, 2, 4)
+def tied():
+    model, batch = make()
+    model[4].weight = model[3].weight
+    return model, batch
+"""
+
+
+def test_the_modules_of_a_sequence_are_stages_with_those_that_are_not_trained(tmp_path):
+    (tmp_path / "stages.py").write_text(STAGES)
+    first, second, third = measure_model(f"{tmp_path}/stages.py:make").stages
+    assert [stage.num_bytes for stage in (first, second, third)] == [4 * 9 * 16, 4 * 17 * 4, 4 * 5 * 4]
+    assert [stage.passed_bytes for stage in (first, second, third)] == [4 * 5 * 16, 4 * 5 * 4, 4 * 5 * 4]
+    assert second.forward_share > 0.9
+    assert first.forward_share + second.forward_share + third.forward_share == pytest.approx(1)
 
 
 def test_more_cores_are_advised_where_cores_hold_steps_up():
@@ -276,7 +399,7 @@ def test_the_table_fits_into_80_columns_and_gateways_leave_out_what_cannot_keep_
     console = Console(record=True, width=80)
     text = "{switch: s, children: [{host: 'h[0-1]', uplink: 100 Mbit/s, ranks: 2, gateway: one}]}"
     advice = advice_on(Topology.parse(text), compute_s=0.1, coding_s={8: 0.0})
-    show(advice, 16, console)
+    show(advice, 16, None, console)
     shown = console.export_text()
     assert "…" not in shown
     assert "samples/s" in shown
@@ -302,6 +425,9 @@ def test_programs_can_read_the_figures(tmp_path):
     assert {"AllReduce()", "Sharded()", RING} <= {rule["name"] for rule in shown["rules"]}
 
 
+CORES = {"cores": None, "one_machine": False, "gpus": False}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -309,11 +435,13 @@ def test_programs_can_read_the_figures(tmp_path):
         ({"compute": "soon"}, "'soon' is not a duration"),
         ({"compute": "0 s"}, "more than 0, not '0 s'"),
         ({"model": "nowhere"}, "--model is MODULE:FUNCTION"),
+        ({"model": None}, "give one of --model and --trace"),
+        ({"topology": None}, "name a TOPOLOGY"),
     ],
 )
 def test_what_cannot_be_advised_on_is_refused_with_a_reason(arguments, message):
     with pytest.raises(SynclineError, match=message):
-        advise(**{"topology": "flat-8", "model": "m:make", "compute": None, "batch": None} | arguments)
+        advise(**{"topology": "flat-8", "model": "m:make"} | CORES | arguments)
 
 
 @pytest.mark.parametrize("tree", ["{host: a, uplink: 1 Gbit/s}", "{host: 'a[0-1]', uplink: unlimited}"])
@@ -321,4 +449,4 @@ def test_a_network_of_which_nothing_can_be_predicted_is_refused(tree, tmp_path):
     path = tmp_path / "net.yaml"
     path.write_text(f"{{switch: s, children: [{tree}]}}")
     with pytest.raises(ConfigurationError, match="nothing can be predicted"):
-        advise(str(path), model="m:make", compute=None, batch=None)
+        advise(topology=str(path), model="m:make", **CORES)

@@ -82,7 +82,7 @@ class Story:
             return
         if words[1] in EXECUTED:
             self._run_python("-m", "syncline.cli.main", *words[1:])
-            for word in words:  # plan --model FILE.py:FUNCTION runs the file
+            for word in words:  # --model FILE.py:FUNCTION runs the file
                 self._not_run.pop(word.partition(":")[0], None)
         elif words[1] == "run" and (self.folder / context.params["script"]).exists():
             self._run(context.params)
@@ -93,6 +93,8 @@ class Story:
         if given["topology"]:
             ranks = Topology.load(self.folder / given["topology"]).num_ranks
             environment["SYNCLINE_TOPOLOGY"] = given["topology"]
+        if given["trace"]:
+            environment["SYNCLINE_TRACE"] = str(given["trace"])  # a folder, in place of the launcher's one file
         self._run_ranks(ranks, [given["script"], *given["args"]], environment)
 
     def _run_ranks(self, num_ranks: int, call: list[str], environment: dict[str, str] | None = None) -> None:

@@ -1,13 +1,15 @@
-"""``syncline advise``: how long a step of one model takes under each rule by prediction, and what would help more.
+"""How long a step of one model takes under each rule by prediction, and what would help more.
 
 A step computes for ``compute_s``, one part forward and two backward. What a rule reduces follows the backward pass,
 bucket after bucket, at the rate at which all buckets together are predicted to be reduced. What it gathers comes after
 that, or with ``overlap_forward=True`` under the next forward pass, which waits for it as in
-:mod:`syncline.priorities.forward_timing`, with one class: several have not been measured to be faster. Gathers begin in
-``step()``, but gradients go before all of them, so until the last is reduced they get what those leave of the links,
-and for what of the rear ones is begun then the front one waits. The *exposed* time is what a step takes beyond
-computing. Times on links are those of ``syncline plan``, and with codes those by which ``compress="auto"`` decides.
-Each change is predicted as the job itself is: all rules, the fastest of them.
+:mod:`syncline.priorities.forward_timing`, with one class; of several it is said what they gain at most, as in the lab
+they gained nothing. Gathers begin in ``step()``, but gradients go before all of them, so until the last is reduced they
+get what those leave of the links, and for what of the rear ones is begun then the front one waits. The *exposed* time
+is what a step takes beyond computing. Times on links are those of ``syncline plan``, and with codes those by which
+``compress="auto"`` decides. Each change is predicted as the job itself is: all rules, the fastest of them.
+
+Where the model's stages are known, ``phase()`` trains it on pairs (:mod:`syncline.schedule.pairs`).
 
 Cores are shared by what ranks compute, move, code and step (:mod:`syncline.cli.processors`).
 
@@ -20,40 +22,41 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
-from typing import Annotated, Any
+from functools import cached_property
+from typing import Any
 
-import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from syncline.cli.commands import new_app
-from syncline.cli.plan import answer, compare_planners
+from syncline.cli.plan import compare_planners
 from syncline.cli.processors import Processors
 from syncline.cli.step_plan import plan_replicas
-from syncline.errors import ConfigurationError
 from syncline.priorities.forward_timing import (
     BACKWARD_PER_FORWARD,
     ForwardProfile,
     assumed_issue_s,
     predict_forward,
+    search_classes,
 )
 from syncline.runtime.plans import Plans
 from syncline.schedule import PLANNERS, Collective, CostModel, Prediction, lower_bound, predict, with_gateways_chosen
 from syncline.schedule.cost import StepPrediction, predicted_slice_bytes
+from syncline.schedule.pairs import PairMoves, StageShape, plan_pairs
 from syncline.schedule.period import USUAL, shortest_period
 from syncline.schedule.replicas import Replicas, find_parties
 from syncline.schedule.step_candidates import compare_caps, draft_sharded_steps
 from syncline.topology import DirectedLink, Direction, Host, Topology
 from syncline.topology.tree import relinked
-from syncline.units import format_duration, format_rate, format_size, parse_duration
+from syncline.units import format_duration, format_rate, format_size
 
 ADAM_COPIES = 2
 """Numbers of optimizer state for each parameter."""
 RING, WHOLE = "DDP's ring", "AllReduce()"
+MICRO_BATCHES = 4
+PAIRS = f"phase(micro_batches={MICRO_BATCHES})"
+"""Fewer let ranks of a pair wait for each other, more gain little."""
+STAGE_TRIPS = 3
+"""Of a stage in a step: read for each pass, and written."""
+MOST_CLASSES = 4
 MATTERS = 0.05
-"""Of a step: a smaller exposed part leaves nothing to gain on the network, and codes must save more."""
+"""Of a step: a smaller exposed part leaves nothing to gain on the network; codes, and pairs, must save more."""
 LEAST_GAIN = 0.03
 MOST_SENTENCES, MOST_HOSTS = 3, 16
 _CAPS: Mapping[float | None, str] = {1.25: "1.25", 2.0: "2", None: '"fastest"'}
@@ -62,9 +65,6 @@ _SHORTEST_S = 1e-9
 _WAYS: tuple[Direction, ...] = ("up", "down")
 _LEAST_LEFT = 1e-6
 """Of links, for gathers beside gradients: next to nothing, so that they keep the order in which they begin."""
-app = new_app()
-LONGEST_LINE, LINK_WIDTH = 29, 10
-"""Of a rule's name, and what a link needs at least, so that all fits into 80 columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +98,28 @@ class RuleStep:
     name: str
     step_s: float
     exposed_s: float
-    state_bytes: int
-    """Of an optimizer that keeps two numbers for each parameter, on the rank that has most."""
+    memory_bytes: int
+    """Of parameters, gradients, and an optimizer that keeps two numbers for each parameter, where it is most."""
     link: DirectedLink | None
     link_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassGain:
+    """Which connection class is best for each bucket, in forward order, and the part of a step that this saves."""
+
+    classes: tuple[int, ...]
+    gain: float
+
+    def __str__(self) -> str:
+        num_classes = max(self.classes) + 1
+        if self.gain < LEAST_GAIN:
+            return f"Several connection classes would gain less than {LEAST_GAIN:.0%} of a step."
+        ahead = self.classes.count(0)
+        return (
+            f"By their model {num_classes} connection classes, the first {ahead} of {len(self.classes)} buckets in one "
+            f"of their own, gain at most {self.gain:.0%} of a step; the job finds out by itself."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +134,8 @@ class Advice:
     forward_s: tuple[float, ...]
     coding_s_per_byte: Mapping[int, float]
     processors: Processors = field(default_factory=Processors)
+    stages: tuple[StageShape, ...] = ()
+    """Of ``phase()``, if they are known."""
 
     @property
     def compute_s(self) -> float:
@@ -133,12 +153,13 @@ class Advice:
         return self._rows(self.forward_s)
 
     def _rows(self, forward_s: tuple[float, ...]) -> tuple[RuleStep, ...]:
-        rows = (self._row(each, forward_s) for each in self._moves)
+        rows = [self._row(each, forward_s) for each in self._moves]
+        rows += [] if self._pairs is None else [self._pair_row(self._pairs, math.fsum(forward_s))]
         return tuple(sorted(rows, key=lambda row: (row.name == RING, row.step_s)))
 
     @property
     def best(self) -> RuleStep:
-        """The fastest; one that sends codes only if nothing else takes about as long."""
+        """The fastest; one that sends codes, or trains on pairs, only if nothing else takes about as long."""
         return _best(self.rows)
 
     def sentences(self) -> list[str]:
@@ -166,7 +187,28 @@ class Advice:
                 for row in self.rows
             ],
             "changes": self.sentences(),
+            "classes": asdict(self.classes) if self.classes else None,
+            "disk_bytes_per_s": self.disk_bytes_per_s,
         }
+
+    def notes(self) -> list[str]:
+        """Return what else there is to know of the rules."""
+        told = [] if self.classes is None else [f"{self.best.name}: {self.classes}"]
+        if self.disk_bytes_per_s is not None:
+            told.append(
+                f"{PAIRS} has two of {len(self.stages)} stages in memory, and each rank's disk reads and writes "
+                f"{format_size(self.disk_bytes_per_s)} a second for that."
+            )
+        return told
+
+    @property
+    def disk_bytes_per_s(self) -> float | None:
+        """What the disk of each rank reads and writes if it trains on pairs: stages go both ways, state once each."""
+        if self._pairs is None:
+            return None
+        step_s = next(row.step_s for row in self.rows if row.name == PAIRS)
+        half, own = sum(self.num_bytes) / 2, ADAM_COPIES * self._pairs.most_owned
+        return half * (STAGE_TRIPS + 2 * own) / step_s
 
     def samples_per_s(self, row: RuleStep, batch: int | None) -> float | None:
         """Return what all ranks train on, where each has ``batch`` samples in a step."""
@@ -224,18 +266,10 @@ class Advice:
         hosts = [[rank.rank for rank in host.ranks] for host in self.topology.hosts]
         shares = moves.shares or (1.0,) * self.topology.num_ranks
         stepping_s = [processors.stepped_s_per_byte * total * sum(shares[rank] for rank in ranks) for ranks in hosts]
-        coding_s = [moves.coding_s * moves.coded_share * len(ranks) for ranks in hosts]
+        coding_s = self._coding_s(moves)
         moving_s = [self._moving_s(moves, half) for half in range(len(moves.carried))]
-        coded_s = max(moves.coding_s, processors.busiest_s(coding_s)) / len(moving_s)
-        halves_s = [processors.busiest_s(each) + coded_s for each in moving_s]
-        paced = replace(
-            moves,
-            reduce_s=moves.reduce_s + halves_s[0],
-            gather_s=moves.gather_s + sum(halves_s[1:]),
-            both_s=moves.both_s + sum(halves_s),
-        )
         alone_s, num_ranks = _STEP_PER_FORWARD * math.fsum(forward_s), [len(ranks) for ranks in hosts]
-        stretch = processors.stretch(num_ranks)
+        paced, stretch = self._paced(moves), processors.stretch(num_ranks)
         step_s = stretch * alone_s + self._exposed_s(paced, tuple(stretch * each for each in forward_s))
         step_s += max(processors.busiest_s(stepping_s), processors.stepped_s_per_byte * total * max(shares))
         computing_s = [processors.computing * alone_s * count for count in num_ranks]
@@ -245,9 +279,58 @@ class Advice:
             name=moves.name,
             step_s=step_s,
             exposed_s=step_s - alone_s,
-            state_bytes=round(ADAM_COPIES * max(moves.shares or (1.0,)) * total),
+            memory_bytes=round((2 + ADAM_COPIES * max(shares)) * total),
             link=moves.link,
             link_bytes=moves.link_bytes,
+        )
+
+    def _paced(self, moves: Moves) -> Moves:
+        """Return ``moves`` with what they take of cores added to what they take on links."""
+        moving_s = [self._moving_s(moves, half) for half in range(len(moves.carried))]
+        coded_s = max(moves.coding_s, self.processors.busiest_s(self._coding_s(moves))) / len(moving_s)
+        halves_s = [self.processors.busiest_s(each) + coded_s for each in moving_s]
+        return replace(
+            moves,
+            reduce_s=moves.reduce_s + halves_s[0],
+            gather_s=moves.gather_s + sum(halves_s[1:]),
+            both_s=moves.both_s + sum(halves_s),
+        )
+
+    def _coding_s(self, moves: Moves) -> list[float]:
+        """Return the core-seconds in which each host codes."""
+        return [moves.coding_s * moves.coded_share * len(host.ranks) for host in self.topology.hosts]
+
+    @cached_property
+    def _pairs(self) -> PairMoves | None:
+        """What pairs move; None where nobody knows the model's stages, or ``phase()`` refuses the network."""
+        topology = self.topology
+        if not self.stages or topology.num_ranks % 2 or topology.gateways:
+            return None
+        return plan_pairs(topology, self.stages)
+
+    def _pair_row(self, pairs: PairMoves, forward_s: float) -> RuleStep:
+        processors, hosts = self.processors, self.topology.hosts
+        num_ranks = [len(host.ranks) for host in hosts]
+        owned_bytes = pairs.most_owned * sum(self.num_bytes) / 2
+        stepping_s = [processors.stepped_s_per_byte * owned_bytes * count for count in num_ranks]
+        moving_s = [processors.moved_s_per_byte * pairs.moved[host.name] for host in hosts]
+        computing_s = [processors.computing * (1 + _STEP_PER_FORWARD) * forward_s * count for count in num_ranks]
+        updates_s = pairs.updates_s + processors.busiest_s(moving_s) + processors.busiest_s(stepping_s)
+        work_s = [sum(work) for work in zip(computing_s, stepping_s, moving_s, strict=True)]
+        busy_s = {link: size / self.topology.bytes_per_s(link) for link, size in pairs.carried.items()}
+        link = max(busy_s, key=busy_s.__getitem__)
+        step_s = max(
+            pairs.step_s(processors.stretch(num_ranks) * forward_s, updates_s, MICRO_BATCHES),
+            processors.busiest_s(work_s),
+            busy_s[link] / CostModel().payload_share,
+        )
+        return RuleStep(
+            name=PAIRS,
+            step_s=step_s,
+            exposed_s=step_s - _STEP_PER_FORWARD * forward_s,
+            memory_bytes=round((2 + ADAM_COPIES * pairs.most_owned) * pairs.held_bytes),
+            link=link if busy_s[link] else None,
+            link_bytes=round(pairs.carried[link]),
         )
 
     def _moving_s(self, moves: Moves, half: int) -> list[float]:
@@ -263,20 +346,38 @@ class Advice:
         ]
 
     def _exposed_s(self, moves: Moves, forward_s: tuple[float, ...]) -> float:
-        total, reduce_s = sum(self.num_bytes), max(moves.reduce_s, _SHORTEST_S)
-        begun_s = assumed_issue_s(self.num_bytes, forward_s, total / reduce_s)
-        reduced_s = begun_s[0]
         if moves.is_awaited:
-            return reduced_s + moves.gather_s
-        left = max(_LEAST_LEFT, 1 - (moves.both_s - moves.gather_s) / reduce_s)
-        profile = ForwardProfile(
+            return self._reduced_s(moves, forward_s)[0] + moves.gather_s
+        profile = self._forward_profile(moves, forward_s)
+        return predict_forward(profile, (0,) * profile.num_layers).time_s - math.fsum(forward_s)
+
+    def _reduced_s(self, moves: Moves, forward_s: tuple[float, ...]) -> tuple[float, ...]:
+        """Return when each bucket is reduced, counted from the end of the backward pass; the first is the last."""
+        total, reduce_s = sum(self.num_bytes), max(moves.reduce_s, _SHORTEST_S)
+        return assumed_issue_s(self.num_bytes, forward_s, total / reduce_s)
+
+    def _forward_profile(self, moves: Moves, forward_s: tuple[float, ...]) -> ForwardProfile:
+        begun_s = self._reduced_s(moves, forward_s)
+        left = max(_LEAST_LEFT, 1 - (moves.both_s - moves.gather_s) / max(moves.reduce_s, _SHORTEST_S))
+        return ForwardProfile(
             num_bytes=self.num_bytes,
             forward_s=forward_s,
-            issued_s=tuple(reduced_s - left * (reduced_s - each_s) for each_s in begun_s),
-            bytes_per_s=total / max(moves.gather_s, _SHORTEST_S),
+            issued_s=tuple(begun_s[0] - left * (begun_s[0] - each_s) for each_s in begun_s),
+            bytes_per_s=sum(self.num_bytes) / max(moves.gather_s, _SHORTEST_S),
             backlog_bytes=self._backlog_bytes,
         )
-        return predict_forward(profile, (0,) * len(begun_s)).time_s - math.fsum(forward_s)
+
+    @cached_property
+    def classes(self) -> ClassGain | None:
+        """What connection classes gain at most; None where the best rule's next forward pass waits for nothing."""
+        moves = next((each for each in self._moves if each.name == self.best.name and not each.is_awaited), None)
+        if moves is None:
+            return None
+        stretch = self.processors.stretch([len(host.ranks) for host in self.topology.hosts])
+        profile = self._forward_profile(self._paced(moves), tuple(stretch * each for each in self.forward_s))
+        one_s = predict_forward(profile, (0,) * profile.num_layers).time_s
+        found = search_classes(profile, MOST_CLASSES)
+        return ClassGain(classes=found.classes, gain=(one_s - found.time_s) / self.best.step_s)
 
     def _changes(self) -> Iterator[tuple[float, str]]:
         """Yield what each change gains in samples per second, and a sentence on it."""
@@ -374,8 +475,8 @@ class Advice:
 
 
 def _best(rows: tuple[RuleStep, ...]) -> RuleStep:
-    exact = next(row for row in rows if "compress=" not in row.name)
-    return exact if exact.step_s <= (1 + MATTERS) * rows[0].step_s else rows[0]
+    plain = next(row for row in rows if "compress=" not in row.name and row.name != PAIRS)
+    return plain if plain.step_s <= (1 + MATTERS) * rows[0].step_s else rows[0]
 
 
 def _more(gain: float) -> str:
@@ -450,122 +551,3 @@ def _inside_sites(topology: Topology, sites: Replicas, total: int) -> dict[Direc
             for way in _WAYS:
                 inside[DirectedLink(host, way)] = 2 * total * (len(hosts) - 1) / len(hosts)
     return inside
-
-
-@app.command()
-def advise(
-    topology: Annotated[str, typer.Argument(metavar="TOPOLOGY", help="A topology file, or a shipped one's name.")],
-    *,
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="The function (or FILE.py:FUNCTION) returns (model, batch); its forward pass is measured here.",
-        ),
-    ],
-    compute: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DURATION",
-            help="What a rank computes in a step, forward and backward. Default: 3 times the forward pass measured.",
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Samples of each rank in a step, for samples per second.")
-    ] = None,
-    cores: Annotated[
-        float | None,
-        typer.Option(min=0.1, metavar="N", help="Cores of each host, shared by its ranks. Default: this machine's."),
-    ] = None,
-    one_machine: Annotated[
-        bool, typer.Option("--one-machine", help="All hosts share these cores, as in the lab and the demo.")
-    ] = False,
-    gpus: Annotated[
-        bool,
-        typer.Option(
-            "--gpus", help="Ranks compute and step on GPUs, which takes no cores. Default: if the model does."
-        ),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print figures for programs.")] = False,
-) -> None:
-    """Show which update rule is fastest for a model by prediction, and what would help more.
-
-    Steps are predicted for an idle network, and for cores that nothing else uses. What ranks take of these to compute,
-    move and code is measured here, and Adam's step as well. Left out are latency that the topology does not give, data,
-    and what an emulated network takes of the same cores.
-    """
-    network, compute_s = Topology.load(topology), None if compute is None else parse_duration(compute)
-    if compute_s == 0:
-        raise ConfigurationError(f"--compute is what a rank computes in a step, more than 0, not {compute!r}")
-    if not network.has_rates or network.num_ranks == 1:
-        raise ConfigurationError(
-            f"topology {network.name!r} has one rank, or no link with a rate, so that nothing can be predicted; give "
-            "one of several ranks, with rates, or measure it with `syncline topology measure`"
-        )
-    advice = _measure(network, model, compute_s)
-    told: dict[str, Any] = {"num_cores": cores} if cores is not None else {}
-    told |= {"computing": 0.0, "stepped_s_per_byte": 0.0} if gpus else {}
-    advice = replace(advice, processors=replace(advice.processors, is_one_machine=one_machine, **told))
-    answer(advice.to_json(batch), partial(show, advice, batch), as_json=as_json)
-
-
-def _measure(network: Topology, model: str, compute_s: float | None) -> Advice:
-    from syncline.machines.measurement import read_limits, usable_cores
-    from syncline.pytorch.model_profile import measure_model, measure_moving, measure_stepping
-    from syncline.tensors.codec import Codec
-
-    profile = measure_model(model)
-    forward_s = profile.forward_s
-    if compute_s is not None:
-        part = compute_s / (1 + BACKWARD_PER_FORWARD) / sum(forward_s)
-        forward_s = tuple(part * seconds for seconds in forward_s)
-    coding_s = {bits: Codec(bits).measure_s_per_byte() for bits in (8, 4)}
-    return Advice(
-        topology=network,
-        num_bytes=profile.num_bytes,
-        forward_s=forward_s,
-        coding_s_per_byte=coding_s,
-        processors=Processors(
-            num_cores=usable_cores(read_limits()),
-            computing=profile.num_busy_cores,
-            moved_s_per_byte=measure_moving(),
-            stepped_s_per_byte=measure_stepping() if profile.num_busy_cores else 0.0,
-        ),
-    )
-
-
-def show(advice: Advice, batch: int | None, console: Console) -> None:
-    """Print the rules, and what would help."""
-    console.print(
-        f"{format_size(sum(advice.num_bytes))} of parameters in {len(advice.num_bytes)} buckets, "
-        f"{advice.topology.num_ranks} ranks; a step computes for {format_duration(advice.compute_s)}\n"
-        f"{advice.processors}\n"
-    )
-    console.print(_rule_table(advice, batch))
-    for sentence in advice.sentences():
-        console.print(sentence, markup=False)
-
-
-def _rule_table(advice: Advice, batch: int | None) -> Table:
-    """Lay out one row for each rule, the fastest first."""
-    caption = (
-        "exposed: beyond computing; state: of Adam, on the rank that has most; compress= rounds what crosses slow links"
-        ", and of its bytes those are shown that cross as codes"
-    )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, caption=caption)
-    table.add_column("update rule", no_wrap=True)
-    for heading in ("step", "exposed", "state", "busiest link", *(["samples/s"] if batch else [])):
-        is_link = heading == "busiest link"
-        table.add_column(heading, justify="right", no_wrap=not is_link, min_width=LINK_WIDTH if is_link else None)
-    for row in advice.rows:
-        samples_per_s = advice.samples_per_s(row, batch)
-        table.add_row(
-            row.name if len(row.name) <= LONGEST_LINE else row.name.replace(", ", ",\n  "),
-            format_duration(row.step_s),
-            format_duration(row.exposed_s),
-            format_size(row.state_bytes),
-            f"{row.link} {format_size(row.link_bytes)}" if row.link else "-",
-            *([] if samples_per_s is None else [f"{samples_per_s:,.1f}"]),
-            style="bold green" if row is advice.best else "",
-        )
-    return table

@@ -22,7 +22,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": ("syncline.cli.run", "Start this host's ranks of a training script."),
     "demo": ("syncline.cli.demo", "Train a small GPT across 4 ranks, and show what it does."),
     "plan": ("syncline.cli.plan", "Show bytes and time on each link, and which planner wins."),
-    "advise": ("syncline.cli.advice", "Say which update rule is fastest for a model, and what would help."),
+    "advise": ("syncline.cli.advise", "Say which update rule is fastest for a model, and what would help."),
     "topology": ("syncline.cli.topology", "Measure the network of a job's hosts, or show one as a tree."),
     "cluster": ("syncline.cli.cluster", "Show which machines would form a cluster, and why."),
     "lab": ("syncline.cli.lab", "Try it on an emulated network of this machine (Linux, root)."),

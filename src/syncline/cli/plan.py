@@ -1,7 +1,4 @@
-"""``syncline plan``: what each planner puts on each link, how long that takes, and which one wins.
-
-With ``--model``: which parameters go on which connection class, and what that is worth.
-"""
+"""``syncline plan``: what each planner puts on each link, how long that takes, and which one wins."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -31,15 +28,6 @@ from syncline.cli.step_plan import (
 )
 from syncline.errors import ConfigurationError
 from syncline.observe import tell_if_long
-from syncline.priorities.forward_timing import (
-    ForwardPrediction,
-    ForwardProfile,
-    assumed_issue_s,
-    divide_by_proportions,
-    predict_forward,
-    search_classes,
-)
-from syncline.priorities.settings import Priorities
 from syncline.report import format_rates, network_links
 from syncline.report.terminal import new_console, new_table
 from syncline.schedule import Collective, Prediction, Schedule, lower_bound, predict, with_gateways_chosen
@@ -49,7 +37,7 @@ from syncline.schedule.outline import Outline
 from syncline.schedule.ownership import Target
 from syncline.schedule.planners import PLANNERS
 from syncline.topology import DirectedLink, Direction, Link, Topology
-from syncline.units import format_duration, format_rate, format_size, parse_size
+from syncline.units import format_duration, format_size, parse_size
 
 MIB = 1 << 20
 MAX_ROWS = 48
@@ -198,14 +186,6 @@ def plan(
             "root, or names with commas.",
         ),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="Divide a model among connection classes instead; the function (or FILE.py:FUNCTION) returns "
-            "(model, batch).",
-        ),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures for programs.")] = False,
 ) -> None:
     """Show bytes and time on each link, the lower bound, and which planner wins.
@@ -213,9 +193,6 @@ def plan(
     Times are predictions for an idle network; the bound is what no schedule of any kind can be faster than.
     """
     network = Topology.load(topology)
-    if model is not None:
-        _plan_model(network, model, as_json=as_json)
-        return
     if collective == SHARDED_STEP:
         _plan_step(network, parse_size(size), portions, spares, replicate, as_json=as_json)
         return
@@ -257,15 +234,6 @@ def _show_step_plan(found: StepPlan | ReplicaPlan, console: Console) -> None:
         show_step(found, console)
     else:
         show_replicas(found, console)
-
-
-def _plan_model(topology: Topology, model: str, *, as_json: bool) -> None:
-    from syncline.pytorch.model_profile import measure_model
-
-    with _planning(topology):
-        profile = measure_model(model)
-        found = plan_classes(topology, profile.names, profile.num_bytes, profile.forward_s)
-    answer(asdict(found), partial(show_classes, found), as_json=as_json)
 
 
 def show(comparison: Comparison, console: Console) -> None:
@@ -349,70 +317,3 @@ def _amounts(result: PlannerResult, name: str) -> str:
     ways: tuple[Direction, ...] = ("up", "down")
     up, down = (f"{result.link_bytes[DirectedLink(name, way)] / MIB:,.1f}" for way in ways)
     return up if up == down else f"{up} / {down}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClassPlan:
-    """A model's layers on a topology, and the forward pass under each way to divide them."""
-
-    names: tuple[str, ...]
-    profile: ForwardProfile
-    chosen: ForwardPrediction
-    times_s: dict[str, float]
-    """The forward pass with one class, equal and geometric proportions, and as searched."""
-
-
-def plan_classes(
-    topology: Topology, names: tuple[str, ...], num_bytes: tuple[int, ...], forward_s: tuple[float, ...]
-) -> ClassPlan:
-    """Search the classes of a model that nobody has trained yet on this topology.
-
-    The transfer rate is the predicted all-gather's of all bytes; times of issue are those that the model assumes.
-    """
-    from syncline.runtime.plans import Plans  # which plans alone do not need
-
-    priorities = topology.priorities or Priorities()
-    total = max(1, sum(num_bytes))
-    plans = Plans(topology, slice_bytes=None)
-    schedule = plans.schedule(Collective.ALL_GATHER, total)
-    bytes_per_s = total / max(predict(schedule, topology, total, plans.slice_bytes).time_s, 1e-9)
-    profile = ForwardProfile(
-        num_bytes=num_bytes,
-        forward_s=forward_s,
-        issued_s=assumed_issue_s(num_bytes, forward_s, bytes_per_s),
-        bytes_per_s=bytes_per_s,
-        backlog_bytes=plans.inflight_bytes,
-    )
-    number = priorities.num_classes
-    divisions = {"one class": (1.0,)} | {
-        name: Priorities(num_classes=number, search=name).proportions for name in ("equal", "geometric")
-    }
-    fixed = {
-        name: predict_forward(profile, divide_by_proportions(num_bytes, shares)) for name, shares in divisions.items()
-    }
-    found = search_classes(profile, number)
-    seconds = {name: prediction.time_s for name, prediction in fixed.items()} | {"searched": found.time_s}
-    return ClassPlan(names=names, profile=profile, chosen=found, times_s=seconds)
-
-
-def show_classes(plan: ClassPlan, console: Console) -> None:
-    """Print the layers, and the forward pass under each division."""
-    table = new_table("bucket, by its first parameter", "bytes", "forward", "class", "arrives")
-    rows = zip(
-        plan.names,
-        plan.profile.num_bytes,
-        plan.profile.forward_s,
-        plan.chosen.classes,
-        plan.chosen.arrivals_s,
-        strict=True,
-    )
-    for name, size, seconds, number, arrival_s in rows:
-        table.add_row(name, format_size(size), format_duration(seconds), str(number), format_duration(arrival_s))
-    console.print(table)
-    console.print(
-        f"all-gather at {format_rate(plan.profile.bytes_per_s)}, times counted from the end of the backward pass"
-    )
-    one_s = plan.times_s["one class"]
-    for name, seconds in plan.times_s.items():
-        gain = f", {1 - seconds / one_s:.1%} less than one class" if seconds < one_s else ""
-        console.print(f"  {name:10} forward pass {format_duration(seconds)}{gain}")

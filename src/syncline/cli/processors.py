@@ -40,8 +40,7 @@ class Processors:
 
     def __str__(self) -> str:
         whose = "all ranks share" if self.is_one_machine else "each host has"
-        num_busy = f"{self.computing:.2g}" if self.computing else "none"
-        return f"{whose} {self.num_cores:g} cores (--cores); a rank that computes alone keeps {num_busy} of them busy"
+        return f"{whose} {self.num_cores:g} cores (--cores)"
 
     def busiest_s(self, work_s: Sequence[float]) -> float:
         """Return how long the busiest machine takes, for what the ranks of each host do together."""

@@ -25,6 +25,7 @@ from syncline.pytorch.stores import LocalStore
 from syncline.pytorch.waiting import WaitingParameters
 from syncline.runtime import Communicator
 from syncline.schedule import Collective
+from syncline.schedule.pairs import StageShape
 from syncline.tensors.memory import summands_of
 from syncline.topology import Topology
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
@@ -40,13 +41,13 @@ NUM_RUNS = 8
 class ModelProfile:
     """What a plan needs of a model; sequences go by bucket, in forward order."""
 
-    names: tuple[str, ...]
-    """The first parameter of each bucket, and how many more there are."""
     num_bytes: tuple[int, ...]
     forward_s: tuple[float, ...]
     num_busy_cores: float
     """What computing keeps busy of this machine's: core-seconds of a forward and a backward pass on one thread, over
     the time of the fastest; 0 where parameters are on an accelerator."""
+    stages: tuple[StageShape, ...]
+    """Of an ``nn.Sequential``, whose modules can be those of ``phase()``; else none."""
 
 
 def measure_model(spec: str) -> ModelProfile:
@@ -72,13 +73,51 @@ def measure_model(spec: str) -> ModelProfile:
     forward_s = tuple(statistics.median(column) for column in zip(*passes, strict=True))
     is_here = all(plan.device.type == "cpu" for plan in plans)
     return ModelProfile(
-        names=tuple(
-            plan.slots[0].name + (f" and {len(plan.slots) - 1} more" if len(plan.slots) > 1 else "") for plan in plans
-        ),
         num_bytes=tuple(plan.num_bytes for plan in plans),
         forward_s=forward_s,
         num_busy_cores=_busy_cores(model, arguments, min(map(sum, passes))) if is_here else 0.0,
+        stages=_measure_stages(model, arguments),
     )
+
+
+def _measure_stages(model: nn.Module, arguments: tuple[Any, ...]) -> tuple[StageShape, ...]:
+    """Return a stage for each module of a sequence that is trained, with those behind it that are not.
+
+    None if modules share parameters, or there are fewer than two stages.
+    """
+    if not isinstance(model, nn.Sequential):
+        return ()
+    groups: list[list[nn.Module]] = []
+    for module in model:
+        if not groups or (_is_trained(module) and any(map(_is_trained, groups[-1]))):
+            groups.append([])
+        groups[-1].append(module)
+    stages = [nn.Sequential(*group) for group in groups]
+    owned = [parameter for stage in stages for parameter in stage.parameters()]
+    if len(stages) < 2 or len(owned) > len(set(owned)):
+        return ()
+    times_s: list[list[float]] = [[] for _ in stages]
+    passed = [0] * len(stages)
+    for _ in range(NUM_PASSES):
+        values: Any = arguments
+        for number, stage in enumerate(stages):
+            begun_s = time.perf_counter()
+            values = stage(*values) if number == 0 else stage(values)
+            times_s[number].append(time.perf_counter() - begun_s)
+            passed[number] = sum(each.nbytes for each in _tensors(values))
+    medians_s = [statistics.median(each) for each in times_s]
+    return tuple(
+        StageShape(
+            num_bytes=sum(parameter.nbytes for parameter in stage.parameters()),
+            forward_share=seconds / sum(medians_s),
+            passed_bytes=num_bytes,
+        )
+        for stage, seconds, num_bytes in zip(stages, medians_s, passed, strict=True)
+    )
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _busy_cores(model: nn.Module, arguments: tuple[Any, ...], forward_s: float) -> float:

@@ -14,10 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, median
+from typing import TypeVar
 
 from syncline.report.job_trace import JobTrace, RankTrace, Span
 from syncline.topology import DirectedLink
 from syncline.units import format_duration, format_rate, format_size
+
+T = TypeVar("T")
 
 NETWORK, LATE, UNKNOWN, ELSEWHERE = "network", "late", "unknown", "elsewhere"
 """Late is a rank that has all that it waited for, and whose threads have not gone on yet."""
@@ -159,7 +162,7 @@ def explain(job: JobTrace) -> Explanation:
         for (number, end_s), start_s in zip(ends_s, starts_s, strict=True)
         if end_s > start_s
     ]
-    kept, failures = tuple(steps[WARM_UP:] if len(steps) >= 4 * WARM_UP else steps), tuple(_failures(job))
+    kept, failures = tuple(steady(steps)), tuple(_failures(job))
     if not kept:
         return Explanation(job=job, failures=failures)
     parts_s: defaultdict[str, float] = defaultdict(float)
@@ -178,6 +181,11 @@ def explain(job: JobTrace) -> Explanation:
         links=_links(job, kept),
         failures=failures,
     )
+
+
+def steady(steps: Sequence[T]) -> Sequence[T]:
+    """Return all but the first few."""
+    return steps[WARM_UP:] if len(steps) >= 4 * WARM_UP else steps
 
 
 class PathFinder:

@@ -19,9 +19,8 @@ from syncline.pytorch.control import check_untrained
 from syncline.pytorch.flatten import Named, plan_model
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.sync_batch_norm import find_layers
+from syncline.schedule.pairs import find_pair, pair_ranks
 from syncline.tensors.memory import pack, unpack
-from syncline.topology import Topology
-from syncline.topology.tree import Node, Rank
 from syncline.updates.bucket import BucketPlan
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketScheduleOptions, plan_bucket_schedules
@@ -45,53 +44,6 @@ from syncline.updates.phased.versions import (
 MakeStage = Callable[[], nn.Module]
 CALL = "phase() with the same stages, optimizer and options"
 _OF = " of "
-
-
-# Which ranks form a pair, and which side each is on. Pure; every rank comes to the same answer.
-#
-# Activations cross between the two ranks of a pair at every stage, so partners are as near as the tree allows: first
-# the ranks of one host, then what is left over below one switch, from the leaves up. O(number of nodes).
-
-Pair = tuple[int, int]
-"""The rank on side 0, which computes stages 0, 2 ..., and the one on side 1; the lower number is on side 0."""
-
-
-def pair_ranks(topology: Topology) -> tuple[Pair, ...]:
-    """Return the pairs, in the order of their first ranks; raises :class:`ConfigurationError` for an odd number."""
-    if topology.num_ranks % 2:
-        raise ConfigurationError(
-            f"Phased execution is done by pairs of ranks, so their number is even, not {topology.num_ranks}; start one "
-            "more, or one less"
-        )
-    pairs: list[Pair] = []
-    left = _pair_below(topology.root, pairs)
-    assert left is None, "of an even number none is left over"
-    return tuple(sorted(pairs))
-
-
-def find_pair(pairs: tuple[Pair, ...], rank: int) -> tuple[int, int]:
-    """Return the number of the pair that ``rank`` is in, and its side."""
-    for number, pair in enumerate(pairs):
-        if rank in pair:
-            return number, pair.index(rank)
-    raise AssertionError(f"rank {rank} is in no pair of {pairs}")
-
-
-def _pair_below(node: Node, pairs: list[Pair]) -> int | None:
-    """Pair the ranks below ``node``; return the one that is left over."""
-    if isinstance(node, Rank):
-        return node.rank
-    left = None
-    for child in node.children:
-        other = _pair_below(child, pairs)
-        if other is None:
-            continue
-        if left is None:
-            left = other
-        else:
-            pairs.append((min(left, other), max(left, other)))
-            left = None
-    return left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
