@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from made_traces import MS, TOPOLOGY, make_job, synchronous
 
+from made_traces import MS, TOPOLOGY, make_job, synchronous
 from syncline.errors import ConfigurationError
 from syncline.observe import Trace, merge_traces
 from syncline.report.explanation import LATE, NETWORK, UNKNOWN, explain

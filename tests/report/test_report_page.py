@@ -7,8 +7,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from made_traces import TOPOLOGY, make_job, synchronous
 
+from made_traces import TOPOLOGY, make_job, synchronous
 from syncline.errors import ConfigurationError
 from syncline.observe import Trace
 from syncline.report.explanation import explain
