@@ -38,7 +38,7 @@ import scenario_partition
 from scenario_agreement import AgreementScenario
 from scenario_clusters import ClusterScenario
 from scenario_grants import GrantScenario
-from scenario_many import ManyRanks
+from scenario_many import RACK, ManyRanks
 from scenario_overlapped import OverlappedScenario
 from virtual_time import VirtualTime
 
@@ -55,6 +55,7 @@ SCENARIOS: dict[str, tuple[Callable[[int], VirtualTime], int]] = {
 MANY_SEED = 2
 MANY: dict[str, Callable[[int], VirtualTime]] = {
     "engine": lambda ranks: ManyRanks(MANY_SEED, num_ranks=ranks).run(),
+    "rack": lambda ranks: ManyRanks(MANY_SEED, num_ranks=ranks, num_dead=RACK).run(),
     "agreement": lambda ranks: AgreementScenario(MANY_SEED, num_ranks=ranks, fault="deaths", num_steps=1).run(),
     "clusters": lambda ranks: ClusterScenario(MANY_SEED, num_ranks=ranks).run(),
     "overlapped": lambda ranks: OverlappedScenario(MANY_SEED, num_ranks=ranks).run(),

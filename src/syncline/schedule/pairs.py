@@ -122,17 +122,15 @@ class PairMoves:
         for _ in range(_NUM_STEPS):
             arrived_s = [0.0] * micro_batches
             for stage, cost, message_s in visits:
-                side = stage % 2
+                side, is_backward = stage % 2, cost == backward
                 at_s = max(free_s[side], updated_s[stage])
-                if (
-                    cost == backward and stage + 4 < num_stages
-                ):  # of its side the one before the last, whose room it gets
-                    at_s = max(at_s, updated_s[stage + 4])
+                if is_backward and stage + 4 < num_stages:
+                    at_s = max(at_s, updated_s[stage + 4])  # whose room it gets
                 for micro in range(micro_batches):
                     at_s = max(at_s, arrived_s[micro]) + cost * part_s[stage]
                     line_s[side] = arrived_s[micro] = max(line_s[side], at_s) + message_s
                 free_s[side] = at_s
-                if cost == backward:
+                if is_backward:
                     over_s[side] = max(over_s[side], at_s) + updates_s * self.stages[stage].num_bytes / total[side]
                     updated_s[stage] = over_s[side]
             ends_s.append(max(free_s))
