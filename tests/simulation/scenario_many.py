@@ -19,7 +19,8 @@ TIMEOUT_S = 60.0
 
 
 @functools.cache
-def _plan(num_ranks: int) -> tuple[Topology, Schedule]:
+def plan(num_ranks: int) -> tuple[Topology, Schedule]:
+    """Return racks on one switch, and the tree's all-reduce."""
     link = Link(up_bytes_per_s=1e8, down_bytes_per_s=1e8)
     hosts = [Host(name=f"h{rank}", link=link, ranks=(Rank(rank=rank, link=link),)) for rank in range(num_ranks)]
     racks = [hosts[first : first + RACK] for first in range(0, num_ranks, RACK)]
@@ -33,7 +34,7 @@ class ManyRanks:
 
     def __init__(self, seed: int, *, num_ranks: int = NUM_RANKS, num_dead: int = 1, num_elements: int = 2000) -> None:
         self.time = VirtualTime(f"many {seed}")
-        self.topology, self.schedule = _plan(num_ranks)
+        self.topology, self.schedule = plan(num_ranks)
         self.job = MemoryJob(self.time, self.topology, delay_s=0.001, eager_bytes=64, notes=False)
         self.layout = Layout.build(self.schedule, num_elements, 1 << 20)
         source = np.random.default_rng(seed)

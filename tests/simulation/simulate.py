@@ -40,6 +40,7 @@ from scenario_clusters import ClusterScenario
 from scenario_grants import GrantScenario
 from scenario_many import RACK, ManyRanks
 from scenario_overlapped import OverlappedScenario
+from scenario_start import StartScenario
 from virtual_time import VirtualTime
 
 SCENARIOS: dict[str, tuple[Callable[[int], VirtualTime], int]] = {
@@ -55,13 +56,14 @@ SCENARIOS: dict[str, tuple[Callable[[int], VirtualTime], int]] = {
 MANY_SEED = 2
 MANY: dict[str, Callable[[int], VirtualTime]] = {
     "engine": lambda ranks: ManyRanks(MANY_SEED, num_ranks=ranks).run(),
+    "start": lambda ranks: StartScenario(MANY_SEED, num_ranks=ranks).run(),
     "rack": lambda ranks: ManyRanks(MANY_SEED, num_ranks=ranks, num_dead=RACK).run(),
     "agreement": lambda ranks: AgreementScenario(MANY_SEED, num_ranks=ranks, fault="deaths", num_steps=1).run(),
     "clusters": lambda ranks: ClusterScenario(MANY_SEED, num_ranks=ranks).run(),
     "overlapped": lambda ranks: OverlappedScenario(MANY_SEED, num_ranks=ranks).run(),
     "grants": lambda ranks: GrantScenario(MANY_SEED, num_ranks=ranks).run(),
 }
-"""Each scenario that can have a thousand ranks; those on virtual sockets would have half a million connections."""
+"""Each scenario that can have a thousand ranks; ``start`` is on virtual sockets, with connections to neighbours."""
 _ORDER = tuple(name for name, (_, share) in SCENARIOS.items() for _ in range(share))
 
 

@@ -177,6 +177,12 @@ def test_many_ranks_in_one_process(name: str, capsys) -> None:
     assert f"{name} with 75 ranks in one process" in capsys.readouterr().out
 
 
+def test_a_start_of_many_ranks_replays_exactly() -> None:
+    """More than 16, so that not all are connected, and some call others by a third."""
+    first, second = (simulate.MANY["start"](40) for _ in range(2))
+    assert first.digest == second.digest
+
+
 def test_what_goes_to_all_waits_as_one_and_comes_as_if_each_had_been_asked_for() -> None:
     due = [(float(place % 7), f"to {place}") for place in range(100)]
     logs = []

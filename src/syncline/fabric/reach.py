@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import secrets
 import socket
 import struct
 from collections import defaultdict
@@ -188,7 +187,7 @@ class Reach:
 
     async def _call_at(self, where: int, peer: int, connection_class: int, connect_s: float | None) -> socket.socket:
         sock = await self._connect(where, connect_s)
-        terms, nonce = self._terms, secrets.token_bytes(16)
+        terms, nonce = self._terms, self._terms.nonce(16)
         named = (CALL_MAGIC, terms.job, terms.epoch, terms.rank, where, peer, connection_class, nonce)
         body = _CALL.pack(*named, bytes(_MAC_BYTES))[:-_MAC_BYTES]
         try:
