@@ -371,8 +371,13 @@ def make():
     return torch.nn.Sequential(*layers), torch.ones(5, 2, 4)
 def tied():
     model, batch = make()
-    model[4].weight = model[3].weight
+    model[4].bias = model[3].bias
     return model, batch
+class Branches(torch.nn.Sequential):
+    def forward(self, x):
+        return self[0](x) + self[1](x)
+def branches():
+    return Branches(torch.nn.Linear(4, 8), torch.nn.Linear(4, 8)), torch.ones(2, 4)
 """
 
 
@@ -383,6 +388,8 @@ def test_the_modules_of_a_sequence_are_stages_with_those_that_are_not_trained(tm
     assert [stage.passed_bytes for stage in (first, second, third)] == [4 * 5 * 16, 4 * 5 * 4, 4 * 5 * 4]
     assert second.forward_share > 0.9
     assert first.forward_share + second.forward_share + third.forward_share == pytest.approx(1)
+    assert measure_model(f"{tmp_path}/stages.py:tied").stages == ()
+    assert measure_model(f"{tmp_path}/stages.py:branches").stages == (), "its modules do not follow each other"
 
 
 def test_more_cores_are_advised_where_cores_hold_steps_up():

@@ -83,9 +83,10 @@ def measure_model(spec: str) -> ModelProfile:
 def _measure_stages(model: nn.Module, arguments: tuple[Any, ...]) -> tuple[StageShape, ...]:
     """Return a stage for each module of a sequence that is trained, with those behind it that are not.
 
-    None if modules share parameters, or there are fewer than two stages.
+    None if modules share parameters, or there are fewer than two stages; a sequence that has a ``forward`` of its own
+    may call them in any way.
     """
-    if not isinstance(model, nn.Sequential):
+    if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
         return ()
     groups: list[list[nn.Module]] = []
     for module in model:
