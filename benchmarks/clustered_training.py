@@ -171,7 +171,6 @@ def start(options: argparse.Namespace, task: Task) -> Plain | Ours:
             reelect_every=options.reelect_every,
             forecast=options.forecast,
             averages=False if options.no_averages else None,
-            features=(),
         )
         return Ours(task, rule)
     return Ours(task, {"sharded": syncline.Sharded, "allreduce": syncline.AllReduce}[options.method]())

@@ -26,9 +26,9 @@ TRAINERS: dict[str, Any] = {
     "LocalSteps()": LocalSteps(),
     "LocalSteps(within=Sharded())": LocalSteps(within=Sharded()),
     "Overlapped()": Overlapped(),
-    "Clustered()": Clustered(features=()),
-    "Clustered(within=AllReduce())": Clustered(features=(), within=AllReduce()),
-    "Clustered(within=Sharded())": Clustered(features=(), within=Sharded()),
+    "Clustered()": Clustered(),
+    "Clustered(within=AllReduce())": Clustered(within=AllReduce()),
+    "Clustered(within=Sharded())": Clustered(within=Sharded()),
     "phase()": OF_PHASE,
     "process groups": OF_GROUPS,
 }

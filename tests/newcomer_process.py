@@ -46,7 +46,7 @@ def optimizer_of(model: nn.Module, kind: str, lr: float) -> torch.optim.Optimize
 def rule_of(plan: dict[str, Any], alters: dict[str, int]) -> syncline.Overlapped | syncline.Clustered:
     period = alters.get("period", PERIOD)
     if plan.get("rule") == "clustered":
-        return syncline.Clustered(**{"period": period, "features": ()} | plan.get("settings", {}))
+        return syncline.Clustered(**{"period": period} | plan.get("settings", {}))
     return syncline.Overlapped(period=period, bucket_bytes=512, max_staleness=plan.get("max_staleness", 0))
 
 

@@ -29,7 +29,7 @@ def test_table_clusters_silhouettes_and_why() -> None:
     assert "cluster 0: hosts h0, h1, h2, h3 (ranks 0, 1, 2, 3)" in result.output
 
 
-def test_features_of_the_file_decide(tmp_path: Path) -> None:
+def test_features_of_the_file_count_where_they_are_named(tmp_path: Path) -> None:
     path = tmp_path / "net.yaml"
     path.write_text(
         "switch: core\nchildren:\n"
@@ -37,11 +37,14 @@ def test_features_of_the_file_decide(tmp_path: Path) -> None:
             f"  - {{host: h{k}, uplink: 1 Gbit/s, features: {{gpu: {'old' if k % 2 else 'new'}}}}}\n" for k in range(6)
         )
     )
-    record = json.loads(runner.invoke(app, [str(path), "--json"]).output)
+    alike = json.loads(runner.invoke(app, [str(path), "--json"]).output)
+    assert (len(alike["clusters"]), alike["reason"]) == (1, "k = 1, since all hosts are alike")
+    by_gpu = [str(path), "--json", "--feature", "gpu"]
+    record = json.loads(runner.invoke(app, by_gpu).output)
     assert record["ranks"] == [[0, 2, 4], [1, 3, 5]]
-    asked = json.loads(runner.invoke(app, [str(path), "--json", "--clusters", "3"]).output)
+    asked = json.loads(runner.invoke(app, [*by_gpu, "--clusters", "3"]).output)
     assert len(asked["clusters"]) == 3
-    unweighted = json.loads(runner.invoke(app, [str(path), "--json", "--weight", "gpu=0"]).output)
+    unweighted = json.loads(runner.invoke(app, [*by_gpu, "--weight", "gpu=0"]).output)
     assert len(unweighted["clusters"]) == 1
 
 
@@ -49,7 +52,8 @@ def test_a_narrow_terminal_shows_whole_names(tmp_path: Path) -> None:
     path = tmp_path / "net.yaml"
     written = "cpu_hz: 3 GHz, memory_bytes: 8 GiB, disk_bytes_per_s: 1 GB/s, gpu: none, gpu_memory_bytes: 0 B"
     path.write_text(f"switch: core\nchildren:\n  - {{host: 'h[0-2]', uplink: 1 Gbit/s, features: {{{written}}}}}\n")
-    output = runner.invoke(app, [str(path)], env={"COLUMNS": "80"}).output
+    named = [word for pair in written.split(", ") for word in ("--feature", pair.split(":")[0])]
+    output = runner.invoke(app, [str(path), *named], env={"COLUMNS": "80"}).output
     assert "┃ cluster ┃" in output
     assert "…" not in output
 

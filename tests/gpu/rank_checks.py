@@ -276,9 +276,9 @@ RULES: dict[str, tuple[Any, bool]] = {
         syncline.LocalSteps(period=2, parties="host", within=syncline.Sharded(bucket_bytes=BUCKET_BYTES)),
         True,
     ),
-    "Clustered(period=1)": (syncline.Clustered(period=1, clusters=1, features=()), True),
+    "Clustered(period=1)": (syncline.Clustered(period=1, clusters=1), True),
     "Clustered(within=Sharded())": (
-        syncline.Clustered(period=2, clusters=1, features=(), within=syncline.Sharded(bucket_bytes=BUCKET_BYTES)),
+        syncline.Clustered(period=2, clusters=1, within=syncline.Sharded(bucket_bytes=BUCKET_BYTES)),
         True,
     ),
     "Overlapped()": (syncline.Overlapped(bucket_bytes=BUCKET_BYTES), False),

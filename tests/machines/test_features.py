@@ -35,10 +35,13 @@ def test_noise_below_the_tolerance_says_nothing() -> None:
     assert normalise(np.array([100.0, 150.0]), tolerance=0.1).tolist() == [-0.5, 0.5]
 
 
+DISK = ["disk_bytes_per_s"]
+
+
 def test_equal_disks_that_were_measured_differently_say_nothing() -> None:
     measured = {"a": {"disk_bytes_per_s": 100e6}, "b": {"disk_bytes_per_s": 140e6}}
-    assert not build_table(measured).vectors.any()
-    assert build_table(measured, tolerance=0).vectors.any()
+    assert not build_table(measured, use=DISK).vectors.any()
+    assert build_table(measured, use=DISK, tolerance=0).vectors.any()
 
 
 def test_hosts_with_different_texts_are_one_weight_apart() -> None:
@@ -53,6 +56,12 @@ def test_latencies_together_weigh_as_much_as_one_feature() -> None:
     assert np.linalg.norm(table.vectors[0] - table.vectors[2]) == pytest.approx(1.0, rel=0.1)
 
 
+def test_the_network_alone_counts_unless_features_are_named() -> None:
+    hosts = {"a": {"site": "x", "memory_bytes": 8e9}, "b": {"site": "x", "memory_bytes": 64e9}, "c": {"site": "y"}}
+    assert build_table(hosts).features == ("site",)
+    assert build_table(hosts, use=["memory_bytes"]).features == ("memory_bytes",)
+
+
 def test_a_chosen_feature_alone_counts() -> None:
     table = build_table({"a": {"x": 1.0, "y": 0.0}, "b": {"x": 1.0, "y": 5.0}}, use=["x"])
     assert [column.label for column in table.columns] == ["x"]
@@ -64,7 +73,7 @@ def test_a_chosen_feature_alone_counts() -> None:
     [
         ({"use": ["z"]}, "no host has the feature 'z'"),
         ({"weights": {"z": 1.0}}, "no host has the feature 'z'"),
-        ({"weights": {"x": -1.0}}, "at least 0"),
+        ({"use": ["x"], "weights": {"x": -1.0}}, "at least 0"),
         ({"latencies_s": np.zeros((3, 3))}, "one row"),
     ],
 )
@@ -83,7 +92,7 @@ def test_text_on_one_host_and_a_number_on_another_is_refused() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_numbers_are_finite(value: float) -> None:
     with pytest.raises(ConfigurationError, match="feature 'x' of host b is"):
-        build_table({"a": {"x": 1.0}, "b": {"x": value}})
+        build_table({"a": {"x": 1.0}, "b": {"x": value}}, use=["x"])
     with pytest.raises(ConfigurationError, match="tolerance is a part"):
         build_table({"a": {"x": 1.0}}, tolerance=value)
 

@@ -17,7 +17,7 @@ def test_what_the_topology_says_goes_before_what_was_measured() -> None:
 
 
 def test_what_was_measured_later_goes_before_what_was_measured_first() -> None:
-    inventory = Inventory(topology=FLAT, measured={HOSTS[0]: {"x": 1.0}, HOSTS[1]: {"x": 2.0}})
+    inventory = Inventory(topology=FLAT, measured={HOSTS[0]: {"x": 1.0}, HOSTS[1]: {"x": 2.0}}, use=["x"])
     (column,) = inventory.table({HOSTS[0]: {"x": 9.0}}).columns
     np.testing.assert_equal(column.values, (9.0, 2.0, np.nan, np.nan))
 

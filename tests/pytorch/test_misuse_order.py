@@ -48,7 +48,7 @@ RULES: dict[str, UpdateRule] = {
     "all_reduce": AllReduce(),
     "sharded": Sharded(),
     "overlapped": Overlapped(),
-    "clustered": Clustered(features=()),
+    "clustered": Clustered(),
 }
 CLOSED_MODEL = r"The fleet of this model was closed; call syncline\.init\(\) and distribute\(\) again"
 

@@ -21,7 +21,7 @@ RULES: dict[str, UpdateRule] = {
     "whole_parameters": Sharded(bucket_bytes=300, align="parameter"),
     "overlapped_forward": Sharded(bucket_bytes=300, overlap_forward=True),
     "within": LocalSteps(period=100, parties=0, within=Sharded(bucket_bytes=300)),
-    "clustered": Clustered(period=100, clusters=1, features=(), within=Sharded(bucket_bytes=300)),
+    "clustered": Clustered(period=100, clusters=1, within=Sharded(bucket_bytes=300)),
     "all_reduce": AllReduce(bucket_bytes=300),
 }
 by_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

@@ -28,7 +28,7 @@ RULES: dict[str, UpdateRule] = {
     "whole_parameters": Sharded(align="parameter", bucket_bytes=2000),
     "all_reduce": AllReduce(bucket_bytes=2000),
     "within": LocalSteps(period=2, parties=[(0, 1)], within=Sharded(bucket_bytes=2000)),  # whose rounds change nothing
-    "clustered": Clustered(period=1, clusters=1, features=()),
+    "clustered": Clustered(period=1, clusters=1),
     "clustered_within": Clustered(period=1, clusters=((0, 1), (2, 3)), within=Sharded(bucket_bytes=2000)),
 }
 PARTS, OF_TWO_CLUSTERS = [3, 5], [2, 3, 1, 2]

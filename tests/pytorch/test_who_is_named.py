@@ -51,7 +51,7 @@ SURVIVING: dict[str, tuple[UpdateRule, dict[str, Any]]] = {
     "elastic all-reduce": (AllReduce(), {"elastic": True}),
     "elastic sharded": (Sharded(spares=1), {"elastic": True}),
     "overlapped": (Overlapped(period=3), {}),
-    "clustered": (Clustered(clusters=2, period=3, features=()), {}),
+    "clustered": (Clustered(clusters=2, period=3), {}),
 }
 """Rules that go on without the rank at fault, and how they are asked to."""
 ELASTIC = ("stops calling", "raises", "is killed", "leaves early", "saves alone")

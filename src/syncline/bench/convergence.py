@@ -117,7 +117,7 @@ METHODS: tuple[Method, ...] = (
     _local("LocalSteps, auto", "sites", period="auto"),
     _local("LocalSteps, own pace", "sites", pace="own"),
     Method(name="Overlapped", rule="Overlapped", timing="stale"),
-    Method(name="Clustered", rule="Clustered", arguments={"features": ()}, timing="servers"),
+    Method(name="Clustered", rule="Clustered", timing="servers"),
 )
 GROUPS = tuple(dict.fromkeys(method.group or method.name for method in METHODS))
 """What a user names, and a table has rows of."""

@@ -13,15 +13,8 @@ from rich.table import Table
 
 from syncline.cli.commands import new_app
 from syncline.errors import ConfigurationError
-from syncline.machines.clustering import Clustering, cluster_vectors
-from syncline.machines.features import (
-    TOLERANCE,
-    Column,
-    FeatureTable,
-    build_table,
-    topology_features,
-    topology_latencies,
-)
+from syncline.machines.clustering import Clustering, Inventory
+from syncline.machines.features import TOLERANCE, Column, FeatureTable
 from syncline.report.terminal import new_table
 from syncline.topology import Topology
 from syncline.units import format_duration, format_frequency, format_rate, format_size
@@ -45,7 +38,8 @@ def cluster(
         int | None, typer.Option(metavar="K", help="Number of clusters.", show_default="by silhouette")
     ] = None,
     feature: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A feature that counts; repeat it.", show_default="all")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A feature that counts; repeat it.", show_default="the network's"),
     ] = None,
     weight: Annotated[
         list[str] | None, typer.Option(metavar="NAME=NUMBER", help="How much a feature counts; repeat it.")
@@ -66,14 +60,9 @@ def cluster(
     if topology is None:
         raise ConfigurationError("no topology was given; name a file or a shipped topology, or say --here")
     loaded = Topology.load(topology)
-    table = build_table(
-        topology_features(loaded),
-        latencies_s=topology_latencies(loaded),
-        use=feature or None,
-        weights=_parse_weights(weight or []),
-        tolerance=tolerance,
-    )
-    clustering = cluster_vectors(table.vectors, num_clusters=clusters, seed=seed)
+    weights = _parse_weights(weight or [])
+    inventory = Inventory(topology=loaded, use=feature or (), weights=weights, tolerance=tolerance)
+    table, clustering = inventory.divide(num_clusters=clusters, seed=seed)
     if as_json:
         print(json.dumps(_record(loaded, table, clustering), indent=2))
     else:

@@ -20,6 +20,7 @@ from syncline.errors import ConfigurationError
 from syncline.machines.features import (
     LATENCY,
     LATER,
+    TOLERANCE,
     Features,
     FeatureTable,
     build_table,
@@ -191,14 +192,15 @@ def keep_numbers(
 class Inventory:
     """All that is known of the hosts of a topology, and which of it counts.
 
-    ``use`` names the features that count (default: all), ``weights`` how much (default: 1 each).
+    ``use``, ``weights`` and ``tolerance`` are those of :func:`.features.build_table`.
     """
 
     topology: Topology
     measured: Mapping[str, Features] = field(default_factory=dict)
     """By host."""
-    use: Sequence[str] | None = None
-    weights: Mapping[str, float] | None = None
+    use: Sequence[str] = ()
+    weights: Mapping[str, float] = field(default_factory=dict)
+    tolerance: float = TOLERANCE
 
     def table(
         self, newer: Mapping[str, Features] | None = None, *, hosts: Collection[str] | None = None
@@ -221,8 +223,9 @@ class Inventory:
         return build_table(
             merged,
             latencies_s=latencies_s,
-            use=None if self.use is None else [name for name in self.use if name not in says_nothing],
-            weights={name: weight for name, weight in (self.weights or {}).items() if name not in says_nothing},
+            use=[name for name in self.use if name not in says_nothing],
+            weights={name: weight for name, weight in self.weights.items() if name not in says_nothing},
+            tolerance=self.tolerance,
         )
 
     def divide(self, *, num_clusters: int | None = None, seed: int = 0) -> tuple[FeatureTable, Clustering]:

@@ -32,6 +32,8 @@ Floats = NDArray[np.float64]
 LATENCY = "latency_s"
 SITE = "site"
 UPLINK = "uplink_bytes_per_s"
+NETWORK = (SITE, UPLINK, LATENCY)
+"""What a network says of its hosts: where links are slow, whatever the machines at their ends are."""
 TOLERANCE = 0.1
 BATCH = "batch_s"
 AVAILABLE_MEMORY = "available_memory_bytes"
@@ -105,13 +107,14 @@ def build_table(
     features: Mapping[str, Features],
     *,
     latencies_s: Floats | None = None,
-    use: Sequence[str] | None = None,
+    use: Sequence[str] = (),
     weights: Mapping[str, float] | None = None,
     tolerance: float = TOLERANCE,
 ) -> FeatureTable:
     """Build the table of ``features`` (by host, in order), with the hosts' latencies to one another if given.
 
-    ``use`` names the features that count (default: all), ``weights`` how much (default: 1 each).
+    ``use`` names the features that count (default: those of the network, as far as they are known), ``weights`` how
+    much (default: 1 each).
     """
     if not 0 <= tolerance < math.inf:
         raise ConfigurationError(
@@ -125,7 +128,7 @@ def build_table(
     _check_names(names, weights, "weights")
     weights = weights or {}
     columns: list[Column] = []
-    for name in names if use is None else use:
+    for name in use or [name for name in names if name in NETWORK]:
         weight = _checked_weight(name, weights.get(name, 1.0))
         given = [of_host.get(name) for of_host in features.values()]
         if name == LATENCY and latencies_s is not None and all(value is None for value in given):

@@ -17,7 +17,7 @@ from newcomer_play import (
     play_split,
 )
 
-TWO = {"rule": "clustered", "settings": {"features": (), "clusters": 2}, "hosts": ["a", "a", "b", "b", "b", "b", "b"]}
+TWO = {"rule": "clustered", "settings": {"clusters": 2}, "hosts": ["a", "a", "b", "b", "b", "b", "b"]}
 
 
 @pytest.mark.parametrize("victim", [0, 2])

@@ -142,7 +142,7 @@ def test_what_the_file_says_goes_before_what_was_measured() -> None:
         )
     )
     measured = {f"h{k}": {"cpu_hz": 2e9, "memory_bytes": 8e9} for k in range(4)}
-    inventory = Inventory(topology=topology, measured=measured)
+    inventory = Inventory(topology=topology, measured=measured, use=["cpu_hz"])
     assert group(inventory) == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert group(replace(inventory, use=["memory_bytes"])) == (tuple(range(8)),)
     assert len(group(inventory, clusters=3)) == 3

@@ -1,6 +1,7 @@
 import collections
 import json
 import logging
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -96,7 +97,7 @@ def test_all_ranks_have_the_same_parameters_after_a_close() -> None:
 
 
 def test_statistics_tell_clusters_servers_and_bytes() -> None:
-    rule = Clustered.literal(period=4, reelect_every=1, clusters=CLUSTERS, averages=False)
+    rule = Clustered.literal(period=4, reelect_every=1, clusters=CLUSTERS, averages=False, features=("batch_s",))
     trained = run_fleets(5, lambda fleet: train(fleet, rule, 8))
     first = trained[0][1]
     assert first.clusters == CLUSTERS
@@ -281,13 +282,45 @@ def test_a_rank_without_data_takes_part_with_no_weight() -> None:
 
 def test_clusters_follow_the_topology_and_rank_0_says_why(caplog: pytest.LogCaptureFixture) -> None:
     def clusters_of(fleet):
-        return train(fleet, Clustered(period=2, features=()), 1)[1].clusters
+        return train(fleet, Clustered(period=2), 1)[1].clusters
 
     with caplog.at_level(logging.INFO, logger="syncline.updates.clustered"):
         found = run_fleets(Topology.load("two-sites"), clusters_of)
     assert set(found) == {((0, 1, 2, 3), (4, 5, 6, 7))}
     (said,) = [record.getMessage() for record in caplog.records if "clusters of hosts" in record.getMessage()]
     assert "h0, h1, h2, h3; h4, h5, h6, h7 (k = 2 has the highest silhouette (1.000); by site, uplink" in said
+
+
+def hosts_of(site: str, *numbers: int) -> str:
+    """Return hosts of a site that differ in memory alone."""
+    return "".join(
+        f"  - {{host: {site}{k}, uplink: 1 Gbit/s, features: {{memory_bytes: {8 << k} GiB}}}}\n" for k in numbers
+    )
+
+
+def test_hosts_that_differ_in_memory_alone_stay_with_their_site(caplog: pytest.LogCaptureFixture) -> None:
+    sites = "".join(
+        f"- switch: {site}\n  uplink: 100 Mbit/s\n  children:\n{hosts_of(site, 0, 1, 2)}" for site in ("a", "b")
+    )
+    topology = Topology.parse(f"switch: wan\nchildren:\n{sites}")
+    rule = partial(Clustered, period=2)
+    by_site = run_fleets(topology, lambda fleet: train(fleet, rule(), 1)[1])
+    assert {found.clusters for found in by_site} == {((0, 1, 2), (3, 4, 5))}
+    assert not any(found.features for found in by_site)  # no machine was looked at
+    by_memory = run_fleets(topology, lambda fleet: train(fleet, rule(features=["memory_bytes"], clusters=3), 1)[1])
+    assert {found.clusters for found in by_memory} == {((0, 3), (1, 4), (2, 5))}
+    assert not caplog.records
+
+
+def test_one_cluster_that_nobody_asked_for_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    rule = partial(Clustered, period=2)
+    run_fleets(Topology.flat(3, rate=1e8), lambda fleet: train(fleet, rule(), 1))
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "all 3 hosts are one cluster (k = 1, since all hosts are alike; by uplink_bytes_per_s)" in told
+    assert "say clusters= or features=, or take Sharded()" in told
+    caplog.clear()
+    run_fleets(Topology.flat(3, rate=1e8), lambda fleet: train(fleet, rule(clusters=1), 1))
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

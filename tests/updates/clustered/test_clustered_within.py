@@ -72,7 +72,7 @@ def test_parameters_are_those_of_a_temporary_server(clusters, options, make) -> 
 
     Also where periods end early, once with gradients and once without any.
     """
-    rule = partial(Clustered, period=4, reelect_every=2, clusters=clusters, features=(), **options)
+    rule = partial(Clustered, period=4, reelect_every=2, clusters=clusters, **options)
     number, ends = sum(map(len, clusters)), {5: True, 8: False}
     served = run_fleets(number, lambda fleet: train_alike(fleet, rule(), make, ends=ends))
     for within in WITHIN.values():
@@ -186,7 +186,7 @@ with syncline.init(topology=sys.argv[1]) as fleet:
     for within in ({}, {"within": syncline.Sharded()}):
         torch.manual_seed(0)
         model = torch.nn.Linear(64, 32)
-        rule = syncline.Clustered(period=4, features=(), **within)
+        rule = syncline.Clustered(period=4, **within)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         model, optimizer = syncline.distribute(model, optimizer, update=rule)
         for step in range(10):

@@ -22,7 +22,7 @@ FAST_AND_SLOW = {rank: (("batch_s", 0.1 if rank % 2 else 0.5),) for rank in rang
 
 
 def regrouping(**choices) -> Regrouping:
-    return Regrouping(inventory=Inventory(topology=HOSTS), num_clusters=None, **choices)
+    return Regrouping(inventory=Inventory(topology=HOSTS, use=("batch_s",)), num_clusters=None, **choices)
 
 
 def test_what_machines_measured_divides_them_anew() -> None:
@@ -49,14 +49,14 @@ def test_a_cluster_that_lost_a_host_keeps_its_number() -> None:
 
 
 def test_machines_that_cannot_be_divided_so_stay_where_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    too_many = Regrouping(inventory=Inventory(topology=HOSTS), num_clusters=5)
+    too_many = Regrouping(inventory=Inventory(topology=HOSTS, use=("batch_s",)), num_clusters=5)
     assert too_many.propose(((0, 1), (2, 3)), FAST_AND_SLOW, living=ALL) == ()
     assert "clusters stay as they are: 4 hosts cannot form 5 clusters" in caplog.text
 
 
 def test_dead_hosts_are_not_compared() -> None:
     """Rank 4 was the only other kind of machine; without it the others are alike, and stay together."""
-    five = Regrouping(inventory=Inventory(topology=Topology.flat(5, rate=1e8)), num_clusters=None)
+    five = Regrouping(inventory=Inventory(topology=Topology.flat(5, rate=1e8), use=("batch_s",)), num_clusters=None)
     measurements = {rank: (("batch_s", 9.0 if rank == 4 else 0.1),) for rank in range(5)}
     together = ((0, 1, 2, 3, 4),)
     assert five.propose(together, measurements, living=range(5)) == ((0, 1, 2, 3), (4,))
@@ -85,6 +85,7 @@ def test_the_dead_stay_in_some_cluster_and_their_latencies_do_not_count(dead: in
         ({"recluster_every": 1, "clusters": ((0,), (1,))}, "not written down"),
         ({"recluster_every": 1, "averages": False}, "averages=True"),
         ({"recluster_every": 1, "period": 1}, "averages=True"),
+        ({"recluster_every": 1, "features": ("site",)}, "what machines measure while they train"),
     ],
 )
 def test_what_cannot_be_made_anew_is_refused(arguments, message) -> None:
@@ -107,7 +108,7 @@ def _in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Regrouping, "propose", propose)
 
 
-RULE = Clustered(period=2, reelect_every=1, clusters=1, recluster_every=1, features=())
+RULE = Clustered(period=2, reelect_every=1, clusters=1, recluster_every=1, features=("batch_s",))
 NUM_STEPS = 11
 
 
@@ -232,7 +233,7 @@ def test_ranks_without_data_become_equal_with_the_first_batch_that_has_some() ->
 
 
 def test_machines_that_go_on_as_they_are_stay_together() -> None:
-    rule = Clustered(period=2, recluster_every=1, clusters=2)
+    rule = Clustered(period=2, recluster_every=1, clusters=2, features=("batch_s",))
     trained = run_fleets(4, lambda fleet: train(fleet, rule, 8))
     assert len({statistics.clusters for _, statistics in trained}) == 1
     assert all(statistics.features["batch_s"] > 0 for _, statistics in trained)

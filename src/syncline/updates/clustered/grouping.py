@@ -98,7 +98,14 @@ def group(inventory: Inventory, *, clusters: Literal["auto"] | int = "auto") -> 
     """Return the ranks of each cluster of like hosts."""
     table, clustering = inventory.divide(num_clusters=None if isinstance(clusters, str) else clusters)
     shown = "; ".join(", ".join(table.hosts[host] for host in hosts) for hosts in clustering.clusters)
-    _log.info("clusters of hosts: %s (%s; by %s)", shown, clustering.reason, ", ".join(table.features))
+    by = ", ".join(table.features) or "nothing that is known"
+    _log.info("clusters of hosts: %s (%s; by %s)", shown, clustering.reason, by)
+    if len(clustering.clusters) == 1 < len(table.hosts) and clusters == "auto":
+        _log.warning(
+            "Clustered(): all %d hosts are one cluster (%s; by %s), so every batch's gradients cross all links; say "
+            "clusters= or features=, or take Sharded()",
+            *(len(table.hosts), clustering.reason, by),
+        )
     return ranks_of(inventory.topology.hosts, clustering.clusters)
 
 

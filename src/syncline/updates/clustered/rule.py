@@ -14,6 +14,7 @@ import torch
 from syncline.arguments import Count, Share, Whole, check_fields
 from syncline.errors import ConfigurationError
 from syncline.machines.clustering import Inventory
+from syncline.machines.features import NETWORK
 from syncline.machines.measurement import read_machine
 from syncline.members.job_record import NO_FLAGS
 from syncline.topology import Topology
@@ -75,7 +76,9 @@ class Clustered(PartyRule):
     ``period``: batches between two outer rounds of the clusters. ``reelect_every``: periods after which each cluster
     draws a new temporary server. ``clusters``: ``"auto"`` (from the machines' features, as ``syncline cluster`` shows),
     how many, or the ranks of each. ``features``: the names of those that count, of what each machine reads of itself
-    and what the topology says (default: all); with ``()`` no machine reads anything, and what the topology says counts.
+    and what the topology's file says of it. Default: what the network says alone (``site``, ``uplink_bytes_per_s``,
+    ``latency_s``), as what crosses slow links is what clusters are to save; and machines are not looked at. Where that
+    divides nobody there is one cluster, and a warning says so.
 
     At a period's end the sum of the own cluster's means is replaced by the mean of all clusters', weighted by samples,
     the same for all. ``averages``: average the parameters at each re-election (default: where clusters can drift apart,
@@ -104,8 +107,8 @@ class Clustered(PartyRule):
     looks at the mean of what each machine measured in past periods (clocks, free memory, and its own seconds for a
     batch), and proposes new clusters if their silhouette is clearly higher; that is agreed together with the average of
     the parameters, and the optimizers of clusters that have changed begin anew, without state. It needs ``averages``, a
-    temporary server, and clusters that were not written down. ``optimizer.statistics()`` tells what a machine measured:
-    ``history`` in each period, ``features`` on average.
+    temporary server, clusters that were not written down, and ``features`` of machines, such as ``("batch_s",)``.
+    ``optimizer.statistics()`` tells what a machine measured: ``history`` in each period, ``features`` on average.
 
     Each rank keeps four vectors of the size of the gradients beside them (with ``forecast`` five; two of them in parts
     with ``Sharded()``), and a temporary server one for each member. Clusters' parameters are equal when a term has
@@ -119,7 +122,7 @@ class Clustered(PartyRule):
     ``step()``, on the training thread, raises :class:`QuorumLostError` on a rank that may not go on; it and
     ``backward()`` raise what a collective does (:class:`PeerLostError`, :class:`DeadlineError`).
 
-    >>> model, optimizer = syncline.distribute(model, optimizer, syncline.Clustered(period=16, features=()))
+    >>> model, optimizer = syncline.distribute(model, optimizer, syncline.Clustered(period=16))
     >>> model(x).sum().backward(); optimizer.step(); optimizer.end_period()
     >>> optimizer.statistics().clusters
     ((0,),)
@@ -130,7 +133,7 @@ class Clustered(PartyRule):
     clusters: ClusterChoice = "auto"
     recluster_every: Whole = 0
     forecast: Share = 0.0
-    features: Sequence[str] | None = None
+    features: Sequence[str] = ()
     averages: bool | None = None
     within: TemporaryServer | AllReduce | Sharded = _SERVER
     is_literal: bool = field(default=False, init=False)
@@ -165,6 +168,11 @@ class Clustered(PartyRule):
                 "Clustered: recluster_every needs clusters that are not written down, and parameters that are averaged "
                 "at each re-election; leave out clusters=(...) and say averages=True, or leave out recluster_every"
             )
+        if self.recluster_every and not self.looks_at_machines:
+            raise ConfigurationError(
+                "Clustered: recluster_every compares what machines measure while they train; name what counts, as "
+                'features=("batch_s",), or leave out recluster_every'
+            )
         if self.forecast and self.period == 1:
             raise ConfigurationError(
                 "Clustered: forecast needs a period above 1, which tells it how clusters differ, not period=1"
@@ -189,6 +197,11 @@ class Clustered(PartyRule):
             )
         object.__setattr__(rule, "is_literal", True)
         return rule
+
+    @property
+    def looks_at_machines(self) -> bool:
+        """Whether anything counts that a machine reads of itself."""
+        return not set(self.features).issubset(NETWORK)
 
     @property
     def is_served(self) -> bool:
@@ -248,7 +261,7 @@ class ClusteredUpdater(PartyUpdater):
         self._rule = rule
         self._newcomers = setting.newcomers
         self._is_ending = False
-        gpu, reads = gpu_of(self.buckets), rule.features is None or len(rule.features) > 0
+        gpu, reads = gpu_of(self.buckets), rule.looks_at_machines
         start: Start = setting.begins_with or self._agree_on_start(gpu=gpu, reads=reads)
         if not start.keeps_state:
             self.optimizer.state.clear()
@@ -490,7 +503,7 @@ class ClusteredUpdater(PartyUpdater):
 
     def _agree_on_start(self, *, gpu: int | None, reads: bool) -> Start:
         """Return the clusters of a job that begins."""
-        wanted = Inventory(topology=self.collectives.communicator.topology, use=self._rule.features or None)
+        wanted = Inventory(topology=self.collectives.communicator.topology, use=self._rule.features)
         read = partial(read_machine, gpu=gpu) if reads and isinstance(self._rule.clusters, str | int) else None
         return Start.agree(self.collectives.control, wanted, self._choice(wanted.topology), read=read)
 
