@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import syncline
 from syncline.pytorch import rule_watch
 from syncline.pytorch.fleet import Fleet
-from syncline.pytorch.rule_watch import other_rule
+from syncline.pytorch.rule_watch import late_gradients, other_rule
 from syncline.topology import Topology
 from thread_fleets import run_fleets
 
@@ -45,6 +46,33 @@ def test_a_rule_that_is_no_faster_than_an_exact_one_is_told_so(rule: Any) -> Non
     told = other_rule(rule, Topology.flat(4, rate=125e6), MIB, 0.5, 0.1)
     assert told.startswith(f"a step of {type(rule).__name__}() takes 500 ms on this network")
     assert "one of Sharded() at most 4" in told
+
+
+def test_global_gradients_that_come_late_are_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert late_gradients(2.0) == ""
+    monkeypatch.setattr(rule_watch, "FIRST_S", 0.0)
+    monkeypatch.setattr(rule_watch, "FRESH", 0.5)  # it is said in the second step
+    is_trained = threading.Event()
+
+    def body(fleet: Fleet) -> None:
+        model = torch.nn.Linear(10, 10)
+        optimizer = torch.optim.Adam(model.parameters())
+        rule = syncline.Overlapped(max_staleness=None, period=99)
+        model, optimizer = syncline.distribute(model, optimizer, rule, fleet=fleet)
+        if fleet.rank == 1:  # it makes no step, so the other gets no global gradient
+            assert is_trained.wait(60)
+            return
+        for _ in range(5):
+            model(torch.ones(2, 10)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        is_trained.set()
+
+    run_fleets(2, body)
+    assert "global gradients of Overlapped() come " in (told := capfd.readouterr().err)
+    assert "iterations late on average, and from 0.5 on it takes more samples than synchronous training" in told
 
 
 @pytest.mark.parametrize(("first_s", "num_lines"), [(0.0, 1), (60.0, 0)])

@@ -1,7 +1,8 @@
 """What rank 0 says once, a minute after a training's first step: which other update rule would take less, or no more.
 
 Where links hold up steps of ``AllReduce`` or ``Sharded``, codes or local steps send less. Where they are fast, a rule
-that trades exactness for time gives it away for nothing. Computing and waiting are rank 0's own, as measured in that
+that trades exactness for time gives it away for nothing; where global gradients of ``Overlapped`` come late, it takes
+more samples. Computing and waiting are rank 0's own, as measured in that
 minute; what links need is the bound for all parameters on the topology, so that only what differs clearly is said. Of
 ``LocalSteps`` all ranks tell how fast they compute, so a party that holds the others up is named.
 """
@@ -28,6 +29,8 @@ MATTERS = 0.3
 LESS, NO_MORE = 0.8, 1.05
 """What a step by another rule takes at most, as a part of a step now: to be faster, and to be as fast."""
 _CODE_BITS = 8
+FRESH = 2.0
+"""So many iterations late, on average, gradients of ``Overlapped`` train about as synchronous ones do (0012)."""
 
 
 class RuleWatch:
@@ -53,6 +56,7 @@ class RuleWatch:
         rule, updater, told = self._installation.rule, training.updater, ""
         if isinstance(updater, LocalStepsUpdater) and isinstance(rule, LocalSteps) and rule.pace == "equal":
             told = own_pace(updater.party_speeds, updater.parties, fleet.topology)
+        told = told or late_gradients(updater.mean_staleness)
         if not told and fleet.topology.has_rates:
             num_bytes = sum(each.nbytes for each in training.model.parameters() if each.requires_grad)
             step_s = (now_s - began_s) / (iteration - first)
@@ -74,6 +78,17 @@ def own_pace(speeds: Sequence[float], parties: Sequence[Sequence[int]], topology
     return (
         f"the party of {', '.join(hosts)} computes at {speeds[slowest]:.0%} of the fastest one's speed, and all make "
         f'as many steps; by prediction LocalSteps(pace="own") takes {ratio:.1f} times as many samples in the same time'
+    )
+
+
+def late_gradients(mean_staleness: float) -> str:
+    """Say that global gradients come too late to train as well as synchronous steps do; "" if they do not."""
+    if mean_staleness <= FRESH:
+        return ""
+    return (
+        f"global gradients of Overlapped() come {mean_staleness:.1f} iterations late on average, and from {FRESH:g} on "
+        "it takes more samples than synchronous training: compare losses, or take LocalSteps(), which sends less "
+        "(`syncline advise` compares all rules)"
     )
 
 

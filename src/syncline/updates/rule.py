@@ -315,6 +315,11 @@ class Updater(ABC):
         """Count from there on: so many steps were made up to the checkpoint that was loaded, on every rank."""
         self.step_number = iteration
 
+    @property
+    def mean_staleness(self) -> float:
+        """How many iterations late the others' gradients are used, on average; 0 where all step together."""
+        return 0.0
+
     def statistics(self) -> object | None:
         """Return what this rule counts beside the fleet's statistics, as a frozen record; None if nothing."""
         return None

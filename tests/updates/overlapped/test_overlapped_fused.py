@@ -46,6 +46,20 @@ def test_fused_steps_are_the_same_but_for_rounding(make: Callable[..., torch.opt
         assert torch.allclose(fused, plain, rtol=1e-12, atol=1e-12)
 
 
+def test_parameters_get_their_momentum_one_after_the_other() -> None:
+    """One has a gradient that another has not; there is no kernel for both."""
+    model = make_model()
+    first, *others = model.parameters()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for gradients in ([first], [first, *others]):
+        for parameter in gradients:
+            parameter.grad = torch.ones_like(parameter)
+        with stepping_at_once(optimizer):
+            optimizer.step()
+    assert torch.equal(optimizer.state[first]["momentum_buffer"], torch.full_like(first, 1.9))
+    assert all(torch.equal(optimizer.state[one]["momentum_buffer"], torch.ones_like(one)) for one in others)
+
+
 def test_only_where_the_user_left_the_choice_and_torch_knows_the_class() -> None:
     class Mine(torch.optim.Adam):
         pass

@@ -206,7 +206,8 @@ def test_a_rule_is_checked_when_it_is_made(options: dict, message: str) -> None:
 
 def test_the_rule_follows_the_optimizer_unless_the_user_says_one() -> None:
     model = torch.nn.Linear(2, 2)
-    assert Overlapped().kind(make_sgd(model.parameters())) == "swap"
+    assert Overlapped().kind(torch.optim.SGD(model.parameters())) == "swap"
+    assert Overlapped().kind(make_sgd(model.parameters())) == "rebase"  # it has momentum
     assert Overlapped().kind(make_adam(model.parameters())) == "rebase"
     assert Overlapped(max_staleness=None).kind(make_adam(model.parameters())) == "swap"
     assert Overlapped(max_staleness=9).kind(make_adam(model.parameters())) == "swap"

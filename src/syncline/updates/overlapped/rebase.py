@@ -111,14 +111,17 @@ def stepping_at_once(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def _is_served(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> bool:
     """Whether there is a kernel for a group: of torch's own classes (not of who inherits from them), on the CPU.
 
-    The kernels count steps in float32, other steps in float64 where that is the default type.
+    The kernels count steps in float32, other steps in float64 where that is the default type. That of SGD with momentum
+    takes parameters that all have a momentum, or none of them; and a parameter gets one with its first gradient.
     """
     is_open = "fused" in group and group["fused"] is None and group.get("foreach") is None
     tensors = group["params"]
     assert isinstance(tensors, list)
+    has_begun = all(optimizer.state.get(tensor, {}).get("momentum_buffer") is not None for tensor in tensors)
     return (
         type(optimizer) in _WITH_KERNELS
         and is_open
+        and (has_begun or not group.get("momentum"))
         and torch.get_default_dtype() != torch.float64
         and not group.get("differentiable")
         and not isinstance(group["lr"], torch.Tensor)
