@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from syncline.errors import ScheduleError
 from syncline.priorities.forward_timing import (
     ForwardProfile,
     assumed_issue_s,
@@ -152,16 +151,3 @@ def test_proportions_divide_bytes_and_not_layers() -> None:
 def test_all_gathers_are_assumed_to_follow_the_backward_pass() -> None:
     assert assumed_issue_s([10, 10], [1.0, 1.0], 10.0) == (1.0, 0.0)
     assert assumed_issue_s([50, 10], [1.0, 1.0], 10.0) == (5.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "forward", "rate"), [([], [], 1.0), ([1], [1.0, 2.0], 1.0), ([-1], [1.0], 1.0), ([1], [1.0], 0.0)]
-)
-def test_a_profile_that_makes_no_sense_is_refused(sizes: list[int], forward: list[float], rate: float) -> None:
-    with pytest.raises(ScheduleError):
-        profile_of(sizes, forward, rate=rate)
-
-
-def test_classes_that_fall_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="never fall"):
-        predict_forward(profile_of([1, 1], [1.0, 1.0]), (1, 0))

@@ -37,12 +37,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-
-from syncline.errors import ScheduleError
 
 Floats = npt.NDArray[np.float64]
 
@@ -61,18 +58,6 @@ class ForwardProfile:
     bytes_per_s: float
     backlog_bytes: float
     """What was begun before is not called back, up to this; see the module."""
-
-    def __post_init__(self) -> None:
-        lengths = {len(self.num_bytes), len(self.forward_s), len(self.issued_s)}
-        numbers = (*self.num_bytes, *self.forward_s, self.backlog_bytes)
-        is_sound = all(math.isfinite(number) and number >= 0 for number in numbers)
-        if lengths == {0} or len(lengths) != 1 or not is_sound or not all(map(math.isfinite, self.issued_s)):
-            raise ScheduleError(
-                "a forward profile needs bytes and seconds of at least 0 and a finite time of issue for each of its "
-                f"layers, as many of each, not {self}"
-            )
-        if not self.bytes_per_s > 0:
-            raise ScheduleError(f"a transfer rate must be more than 0 bytes per second, not {self.bytes_per_s}")
 
     @property
     def num_layers(self) -> int:
@@ -97,12 +82,7 @@ class ForwardPrediction:
 
 
 def predict_forward(profile: ForwardProfile, classes: Sequence[int]) -> ForwardPrediction:
-    """Return arrivals and the time of the forward pass if each layer goes in its class; O(layers^2)."""
-    if len(classes) != profile.num_layers or any(after < before for before, after in pairwise(classes)):
-        raise ScheduleError(
-            f"classes must be one for each of the {profile.num_layers} layers and never fall in forward order, not "
-            f"{tuple(classes)}"
-        )
+    """Return arrivals and the time of the forward pass if each layer goes in its class (none falls); O(layers^2)."""
     ends = np.searchsorted(np.asarray(classes), np.asarray(classes), side="right")
     done_s = prefix_done_s(profile)
     arrivals = tuple(
@@ -158,8 +138,6 @@ def assumed_issue_s(num_bytes: Sequence[int], forward_s: Sequence[float], bytes_
 
 def search_classes(profile: ForwardProfile, num_classes: int) -> ForwardPrediction:
     """Return the best assignment to at most ``num_classes`` classes."""
-    if num_classes < 1:
-        raise ScheduleError(f"num_classes must be at least 1, not {num_classes}")
     best = predict_forward(profile, (0,) * profile.num_layers)
     for classes in _Search(profile, min(num_classes, profile.num_layers)).assignments():
         prediction = predict_forward(profile, classes)

@@ -13,7 +13,6 @@ from syncline.priorities.settings import Priorities
 from syncline.topology.tree import Host, Link, Node, Rank, Socket, Switch, walk
 from syncline.units import counted, format_duration, format_rate, format_share, format_size
 
-_INDENT = "  "
 BOX, COLUMN, ROW, NOTES = 110, 310, 28, 210
 """Of a picture: widths of a node, of it and the link beside it, height of a host, and width of what is told of it."""
 
@@ -141,18 +140,14 @@ def _spell(numbers: list[int]) -> str:
 
 def write_document(name: str, root: Node, priorities: Priorities | None) -> str:
     """Write the whole file."""
-    lines = [f"topology: {_scalar(name)}"]
+    document: dict[str, object] = {"topology": name}
     numbers = [node.rank for node in walk(root) if isinstance(node, Rank)]
     if numbers != sorted(numbers):
-        lines.append(f"rank_numbers: {_flow(numbers)}")
+        document["rank_numbers"] = numbers
     if priorities is not None:
-        lines.append(f"priorities: {_flow(_priorities_entry(priorities))}")
-    if isinstance(root, Host):
-        lines += [f"{key}: {_flow(value)}" for key, value in _host_entry(root).items()]
-    else:
-        lines += [f"switch: {_scalar(root.name)}", "children:"]
-        lines += [line for child in root.children for line in _child_lines(child, _INDENT)]
-    return "\n".join(lines) + "\n"
+        document["priorities"] = _priorities_entry(priorities)
+    text: str = yaml.safe_dump(document | _entry(root), default_flow_style=None, width=10**9, sort_keys=False)
+    return text
 
 
 def _priorities_entry(priorities: Priorities) -> dict[str, object]:
@@ -160,17 +155,11 @@ def _priorities_entry(priorities: Priorities) -> dict[str, object]:
     return entry | {"max_message_bytes": f"{priorities.max_message_bytes} B"}
 
 
-def _child_lines(node: Node, indent: str) -> Iterator[str]:
+def _entry(node: Node) -> dict[str, object]:
     if isinstance(node, Host):
-        yield f"{indent}- {_flow(_host_entry(node))}"
-        return
-    assert isinstance(node, Switch)
-    assert node.link is not None
-    yield f"{indent}- switch: {_scalar(node.name)}"
-    yield f"{indent}  uplink: {_flow(_link_entry(node.link))}"
-    yield f"{indent}  children:"
-    for child in node.children:
-        yield from _child_lines(child, indent + _INDENT * 2)
+        return _host_entry(node)
+    uplink = {} if node.link is None else {"uplink": _link_entry(node.link)}
+    return {"switch": node.name} | uplink | {"children": [_entry(child) for child in node.children]}
 
 
 def _host_entry(host: Host) -> dict[str, object]:
@@ -213,12 +202,3 @@ def _link_entry(link: Link) -> object:
     if link.up_bytes_per_s != link.down_bytes_per_s:
         return {"up": up, "down": down, **more}
     return {"rate": up, **more} if more else up
-
-
-def _flow(value: object) -> str:
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=10**9, sort_keys=False)
-    return text.removesuffix("\n").removesuffix("\n...")
-
-
-def _scalar(text: str) -> str:
-    return _flow(text)
