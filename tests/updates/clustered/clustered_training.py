@@ -54,6 +54,10 @@ class _Cluster:
     mean: torch.Tensor
     total: torch.Tensor
     forecast: torch.Tensor
+    """Before it is weighted."""
+    weight: float = 1.0
+    product: float = 0.0
+    square: float = 0.0
     samples: float = 0.0
     samples_of_term: float = 0.0
 
@@ -76,7 +80,11 @@ def train_by_the_book(
         for cluster in book:
             _cluster_mean(cluster, step)
         is_last = (step + 1) % rule.period == 0
-        step_on = _outer(rule, book, table) if is_last else [cluster.mean + cluster.forecast for cluster in book]
+        step_on = (
+            _outer(rule, book, table)
+            if is_last
+            else [cluster.mean + cluster.weight * cluster.forecast for cluster in book]
+        )
         for cluster, gradient in zip(book, step_on, strict=True):
             _set_gradient(cluster.model, gradient)
             cluster.optimizer.step()
@@ -101,6 +109,17 @@ def _cluster_mean(cluster: _Cluster, step: int) -> None:
     cluster.samples_of_term += samples
 
 
+def _learn(cluster: _Cluster, weight: float | str, told: torch.Tensor) -> None:
+    if weight != "auto":
+        cluster.weight = float(weight)
+    else:
+        cluster.product = 0.9 * cluster.product + float(told @ cluster.forecast)
+        cluster.square = 0.9 * cluster.square + float(cluster.forecast @ cluster.forecast)
+        if cluster.square:
+            cluster.weight = round(256 * min(1.0, max(0.0, cluster.product / cluster.square))) / 256
+    cluster.forecast = told
+
+
 def _outer(rule: Clustered, book: list[_Cluster], table: torch.Tensor) -> list[torch.Tensor]:
     brought = [cluster.mean if rule.is_literal else cluster.total for cluster in book]
     step_on = []
@@ -111,9 +130,9 @@ def _outer(rule: Clustered, book: list[_Cluster], table: torch.Tensor) -> list[t
             weights = [max(MIN_WEIGHT, float(table[c, k]) / highest) if k != c else 1.0 for k in range(len(book))]
         shares = [other.samples * weight for other, weight in zip(book, weights, strict=True)]
         mean = sum(share * vector for share, vector in zip(shares, brought, strict=True)) / sum(shares)
-        step_on.append(cluster.mean + mean - brought[c] - (rule.period - 1) * cluster.forecast)
-        if rule.forecast:
-            cluster.forecast = rule.forecast * (mean - brought[c]) / rule.period
+        step_on.append(cluster.mean + mean - brought[c] - (rule.period - 1) * cluster.weight * cluster.forecast)
+        if rule.forecast and rule.period > 1 and not rule.is_literal:
+            _learn(cluster, rule.forecast, (mean - brought[c]) / rule.period)
     for c in range(len(book)):
         for k in range(len(book)):
             cosine = torch.nn.functional.cosine_similarity(brought[c], brought[k], dim=0)

@@ -42,7 +42,8 @@ def test_period_1_with_uniform_weights_equals_all_reduce(clusters, make) -> None
 
 RULES = [
     Clustered(period=3, reelect_every=2, clusters=CLUSTERS),
-    Clustered(period=3, reelect_every=2, clusters=CLUSTERS, averages=False),
+    Clustered(period=3, reelect_every=2, clusters=CLUSTERS, averages=False, forecast=0),
+    Clustered(period=2, reelect_every=2, clusters=((0, 1), (2,), (3, 4))),
     Clustered.literal(period=1, reelect_every=3, clusters=CLUSTERS),
     Clustered.literal(period=2, reelect_every=2, clusters=((0, 1), (2,), (3, 4))),
     Clustered.literal(period=3, reelect_every=1, clusters=((0, 4), (1, 3), (2,)), averages=False),
@@ -71,8 +72,8 @@ def test_members_of_a_cluster_are_equal_to_the_bit() -> None:
             assert all(torch.equal(a, b) for a, b in zip(trained[rank][0], trained[ranks[0]][0], strict=True))
 
 
-@pytest.mark.parametrize("forecast", [0.0, 0.7, 1.0])
-def test_with_sgd_clusters_meet_at_the_end_of_each_period(forecast: float) -> None:
+@pytest.mark.parametrize("forecast", [0.0, 0.7, 1.0, "auto"])
+def test_with_sgd_clusters_meet_at_the_end_of_each_period(forecast: float | str) -> None:
     rule = Clustered(period=4, reelect_every=100, clusters=CLUSTERS, averages=False, forecast=forecast)
     trained = run_fleets(
         5, lambda fleet: train(fleet, rule, 8, lambda parameters: torch.optim.SGD(parameters, lr=0.05))

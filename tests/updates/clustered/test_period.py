@@ -59,6 +59,19 @@ def test_a_part_of_the_difference_is_forecast() -> None:
     assert [sum(pair) for pair in zip(gradients_of(step), gradients_of(last), strict=True)] == [10.0, 20.0]
 
 
+def test_the_part_is_learned_from_how_well_the_last_difference_told_the_next() -> None:
+    period = Period(forecast_weight=None)
+    assert gradients_of(end_one(period)) == [3.0, -1.0]
+    assert gradients_of(period.step_on(vector(0.0, 0.0))) == [1.5, -2.0]  # nothing is known of it yet: all of it
+    period.bring(vector(0.0, 0.0))
+    period.end(vector(0.0, 0.0), vector(1.5, 0.0))  # a batch's difference was (1.5, -2), and is (.75, 0)
+    weight = round(256 * (1.5 * 0.75) / (1.5**2 + 2.0**2)) / 256
+    assert gradients_of(period.step_on(vector(0.0, 0.0))) == [0.75 * weight, 0.0]
+    period.bring(vector(0.0, 0.0))
+    period.end(vector(0.0, 0.0), vector(-9.0, 0.0))  # the other way: it swings
+    assert gradients_of(period.step_on(vector(1.0, 1.0))) == [1.0, 1.0]
+
+
 def test_batches_without_data_step_on_nothing_and_are_not_counted() -> None:
     period = Period(forecast_weight=1.0)
     end_one(period)

@@ -108,7 +108,7 @@ def _in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Regrouping, "propose", propose)
 
 
-RULE = Clustered(period=2, reelect_every=1, clusters=1, recluster_every=1, features=("batch_s",))
+RULE = Clustered(period=2, reelect_every=1, clusters=1, recluster_every=1, features=("batch_s",), forecast=0)
 NUM_STEPS = 11
 
 

@@ -8,6 +8,7 @@ import torch
 
 from syncline.schedule import Collective
 from syncline.updates.bucket import Bucket
+from syncline.updates.clustered.means import products_of
 from syncline.updates.flat import Vector, VectorShape
 from syncline.updates.report import StepReports
 from syncline.updates.shard import Segment
@@ -50,6 +51,10 @@ class GradientVectors:
     def part(self, whole: Vector) -> Vector:
         """Return the own part of a vector."""
         return whole
+
+    def products(self, now: Vector, before: Vector) -> tuple[float, float]:
+        """Return the inner products of ``before`` with both, of whole vectors; all ranks of the cluster call it."""
+        return products_of(now, before)
 
 
 class DividedGradientVectors(GradientVectors):
@@ -99,6 +104,12 @@ class DividedGradientVectors(GradientVectors):
             part.copy_(whole.parts[bucket.index][segment.start : segment.stop])
         own.presence.copy_(whole.presence)
         return own
+
+    def products(self, now: Vector, before: Vector) -> tuple[float, float]:
+        """Sum those of the parts."""
+        totals = torch.tensor(products_of(now, before), dtype=torch.float64)
+        self._updater.collectives.control.start_sum(totals, "how a forecast has held").wait()
+        return float(totals[0]), float(totals[1])
 
     def _pass_nothing(self) -> None:
         updater = self._updater

@@ -11,7 +11,7 @@ Where nothing is known yet (all C = 0), w = 1.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,10 @@ Floats = NDArray[np.float64]
 
 DECAY = 0.9
 MIN_WEIGHT = 0.1
+MEMORY = 0.9
+"""What a sum of the fit keeps when one more period has told."""
+NUM_WEIGHTS = 256
+"""A learned weight is a multiple of one over this, so that who divides a vector learns the one of who does not."""
 
 
 class Contributions:
@@ -107,24 +111,43 @@ def mixing_shares(samples: Sequence[float], weights: Floats) -> Floats:
 # different data keep to the common way within a period too, and not only at its end. These are the control variates of
 # SCAFFOLD (Karimireddy et al., 2020), made of what is exchanged anyway: no traffic, and one more vector.
 # The weight w below 1 is for where clusters are many or their rate is high: a forecast as a whole may then swing up.
+# Where it is learned it is the least squares fit of each difference by the one before, older ones counting less: near 1
+# where clusters see different data, near 0 where differences are noise, or swing; 1 until two periods have told.
 # Where no other cluster is left, the outer round has no result: what was forecast in the period is taken back, and
 # nothing is forecast any more.
 
 
-class Period:
-    """One rank's sum over the batches of a period. All members of a cluster hold the same, to the bit."""
+def products_of(now: Vector, before: Vector) -> tuple[float, float]:
+    """Return the inner products of ``before`` with both."""
+    return now.dot(before), before.dot(before)
 
-    def __init__(self, *, forecast_weight: float) -> None:
-        self._forecast_weight = forecast_weight
+
+class Period:
+    """One rank's sum over the batches of a period. All members of a cluster hold the same, to the bit.
+
+    ``forecast_weight``: of what the period before told; with None it is learned from ``products``, which returns the
+    inner products of its second vector with both.
+    """
+
+    def __init__(
+        self,
+        *,
+        forecast_weight: float | None,
+        products: Callable[[Vector, Vector], tuple[float, float]] = products_of,
+    ) -> None:
+        self._learns = forecast_weight is None
+        self._weight = 1.0 if forecast_weight is None else forecast_weight
+        self._products = products
+        self._product = self._square = 0.0
         self._forecast: Vector | None = None
-        """How the mean of all clusters differs from the own one in a batch, times its weight."""
+        """How the mean of all clusters differs from the own one in a batch."""
         self._brought: Vector | None = None
         self._num_means = 0
 
     def step_on(self, mean: Vector | None) -> Vector | None:
         """Take the mean of a batch that is not the last; return what to step on, None if nobody had data."""
         self._take(mean)
-        return mean if mean is None or self._forecast is None else mean.copy().add(self._forecast)
+        return mean if mean is None or self._forecast is None else mean.copy().add(self._forecast, factor=self._weight)
 
     def bring(self, mean: Vector | None) -> Vector | None:
         """Take the mean of the last batch; return what goes to the outer round, None if nobody had data."""
@@ -140,16 +163,26 @@ class Period:
         difference = result.copy() if brought is None else result.copy().add(brought, factor=-1.0)
         step_on = difference.copy() if mean is None else difference.copy().add(mean)
         if self._forecast is not None:
-            step_on.add(self._forecast, factor=-float(num_means - (mean is not None)))
+            step_on.add(self._forecast, factor=-self._weight * (num_means - (mean is not None)))
         step_on.presence.copy_(result.presence if mean is None else result.presence + mean.presence)
-        if self._forecast_weight > 0.0 and num_means:
-            self._forecast = difference.scale(self._forecast_weight / num_means)
-            self._forecast.presence.copy_(result.presence)
+        if (self._learns or self._weight > 0.0) and num_means:
+            told = difference.scale(1.0 / num_means)
+            told.presence.copy_(result.presence)
+            if self._learns and self._forecast is not None:
+                self._learn(self._forecast, told)
+            self._forecast = told
         return step_on
 
     def forget(self) -> None:
         """Forecast nothing in the next period: the cluster is another one."""
         self._forecast = None
+
+    def _learn(self, before: Vector, now: Vector) -> None:
+        """Fit the weight to one more period, in which the difference was ``now``."""
+        product, square = self._products(now, before)
+        self._product, self._square = MEMORY * self._product + product, MEMORY * self._square + square
+        if self._square > 0.0:
+            self._weight = round(min(1.0, max(0.0, self._product / self._square)) * NUM_WEIGHTS) / NUM_WEIGHTS
 
     def _take_back(self, mean: Vector | None, num_means: int) -> Vector | None:
         """Return the last step of a period in which the own means turned out to be those of all."""
@@ -157,7 +190,7 @@ class Period:
         if forecast is None or not num_means:
             return mean  # without any data nothing was forecast, and other clusters may be there
         self._forecast = None
-        step_on = forecast.copy().scale(-float(num_means - (mean is not None)))
+        step_on = forecast.copy().scale(-self._weight * (num_means - (mean is not None)))
         if mean is not None:
             step_on.add(mean)
         step_on.presence.copy_(forecast.presence if mean is None else forecast.presence + mean.presence)

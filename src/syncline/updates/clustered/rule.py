@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -86,10 +86,10 @@ class Clustered(PartyRule):
     so re-elect often; with SGD without momentum the outer round alone makes clusters equal at the end of a period, and
     ``averages=False`` halves what goes between them). :meth:`literal` exchanges as the sources say.
 
-    ``forecast``: step in each batch on the cluster's mean, plus this part (0 to 1) of what the period before told of
-    how the mean of all clusters differs from it. Where clusters see different data, training with SGD takes fewer steps
-    with it (SCAFFOLD, Karimireddy et al., 2020). Try it: with a high rate or more than two clusters 1.0 can make
-    training diverge, and a shorter period or 0.7 serves better. It needs a period above 1.
+    ``forecast``: step in each batch on the cluster's mean, plus a part of what the period before told of how the mean
+    of all clusters differs from it (SCAFFOLD, Karimireddy et al., 2020): where clusters see different data, training
+    takes fewer steps so. ``"auto"`` learns the part, from how well the forecasts before have held; a number from 0 to 1
+    gives it, and 0 forecasts nothing. It needs a period above 1.
 
     ``within``: what the ranks of a cluster do in every batch. :class:`~syncline.updates.TemporaryServer` is what the
     sources say: all send their gradients to one rank, and the job goes on without ranks that die. With ``AllReduce()``
@@ -132,7 +132,7 @@ class Clustered(PartyRule):
     reelect_every: Count = 1
     clusters: ClusterChoice = "auto"
     recluster_every: Whole = 0
-    forecast: Share = 0.0
+    forecast: Share | Literal["auto"] = "auto"
     features: Sequence[str] = ()
     averages: bool | None = None
     within: TemporaryServer | AllReduce | Sharded = _SERVER
@@ -173,7 +173,7 @@ class Clustered(PartyRule):
                 "Clustered: recluster_every compares what machines measure while they train; name what counts, as "
                 'features=("batch_s",), or leave out recluster_every'
             )
-        if self.forecast and self.period == 1:
+        if self.forecast not in (0, "auto") and self.period == 1:
             raise ConfigurationError(
                 "Clustered: forecast needs a period above 1, which tells it how clusters differ, not period=1"
             )
@@ -190,7 +190,7 @@ class Clustered(PartyRule):
         True
         """
         rule = cls(**settings)
-        if rule.forecast:
+        if rule.forecast not in (0, "auto"):
             raise ConfigurationError(
                 f"Clustered.literal: forecast must be left out, not {rule.forecast}: it is made of sums over whole "
                 "periods, which Clustered() exchanges"
@@ -401,7 +401,9 @@ class ClusteredUpdater(PartyUpdater):
     def _new_period(self) -> Period | None:
         """Return what adds up means, where clusters exchange sums."""
         sums = self._rule.period > 1 and not self._rule.is_literal and self._rule.has_others(len(self.clusters))
-        return Period(forecast_weight=self._rule.forecast) if sums else None
+        weight = self._rule.forecast
+        learned = None if weight == "auto" else weight
+        return Period(forecast_weight=learned, products=self._vectors.products) if sums else None
 
     def _outer(self, mean: Vector | None) -> Vector | None:
         """Exchange what the period brought; return what to step on in the last batch."""
