@@ -3,12 +3,15 @@
     Push, End, Hello       worker to server: the bucket in its own number type
     Reply, ReplyAverage    server to worker: the bucket in the type in which gradients are summed
 
+Between workers of a site and the server a relay has both ends: it is a server to the ones, a worker to the other.
+
 They are what one state machine says and the other is told, as records in a head of fixed size, with the bucket behind
 it. Messages of one direction have one size, whatever they say, so that a receive can be posted before it is known what
 will come.
 
 :class:`HostedShard` is on the loop's thread alone. Its memory: for each worker one push, the message that comes
-next and one reply; one cumulative sum, and the average of a period's end.
+next and one reply; one cumulative sum, and the average of a period's end. A relay has a push to send in its place, and
+room for the server's next answer.
 
 Of :class:`WorkerLink` the training thread calls ``step``, ``use``, ``hurry`` and the methods about the end of a period;
 the methods named ``on_*`` and ``move`` run on the loop's thread. The lock of ``changed`` guards what both see; sums are
@@ -18,7 +21,7 @@ made outside it, on memory that only the training thread has at that moment.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import get_args
@@ -33,23 +36,37 @@ from syncline.updates.flat import shares, sum_dtype, weighted_sum
 from syncline.updates.messaging import MessageStream, decode_record, encode_record
 from syncline.updates.overlapped.placement import ServerLayout
 from syncline.updates.overlapped.rebase import Collect
+from syncline.updates.overlapped.relay import RelayShard
 from syncline.updates.overlapped.server import (
     Average,
     Clear,
     End,
     Fold,
+    Forward,
     Hello,
     Push,
     Reply,
     ReplyAverage,
     ServerInstruction,
     ServerShard,
+    Stop,
+    Take,
 )
 from syncline.updates.overlapped.worker import BucketWorker, Keep, Send, Use
 
 Told = Push | End | Hello | Reply | ReplyAverage
 HEAD_BYTES, RANK_BYTES = 256, 18
 """Room for the text of a record, and for each rank: how many of its pushes were dropped, and that it is lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """To a server or a relay: this rank ended ``period``, which is averaged elsewhere."""
+
+    period: int
+    last_rounds: tuple[tuple[int, int], ...]
+    """Of each bucket there (by number), the last round that it pushed for."""
+
 
 UP, DOWN = range(2)
 """Kinds of messages on a bucket's stream: to its server, and from it."""
@@ -133,12 +150,22 @@ def add_mean(
     cumulative.add_(weighted_sum(gradients, shares(weights), out=mean))
 
 
-def average(values: Sequence[torch.Tensor], weights: Sequence[float], *, out: torch.Tensor) -> None:
-    """Write the weighted mean of ``values``, in their order, to ``out``; of one value, that value."""
+def average(
+    values: Sequence[torch.Tensor],
+    weights: Sequence[float],
+    *,
+    out: torch.Tensor,
+    scratch: torch.Tensor | None = None,
+) -> None:
+    """Write the weighted mean of ``values``, in their order, to ``out``; of one value, that value.
+
+    It is reckoned in ``scratch`` and its type; by default in float64.
+    """
     if len(values) == 1:
         out.copy_(values[0])
         return
-    out.copy_(weighted_sum(values, shares(weights), out=torch.empty(out.shape, dtype=torch.float64)))
+    mean = torch.empty(out.shape, dtype=torch.float64) if scratch is None else scratch
+    out.copy_(weighted_sum(values, shares(weights), out=mean))
 
 
 def correction(
@@ -206,24 +233,42 @@ class HostedShard:
         *,
         epoch: int,
         lost: Iterable[int] = (),
+        relay_of: Mapping[int, int] | None = None,
     ) -> None:
-        """Host ``bucket`` from now on; ``epoch`` is the number of servers that it had before, which are dead."""
+        """Host ``bucket`` from now on; ``epoch`` is the number of servers that it had before, which are dead.
+
+        ``relay_of``: of each worker that pushes to a relay, that.
+        """
         self.bucket = bucket
-        self.machine = ServerShard(
-            workers=layout.workers,
-            quorum=layout.quorum,
-            lost=[rank for rank in lost if rank in layout.workers],
-            succeeds=epoch > 0,
-            ends_elsewhere=layout.ends_on_tree and epoch == 0,
-            shrinks=layout.shrinks,
-        )
         self._layout = layout
+        self._relay_of = relay_of or {}
+        self.machine = self._make_machine(lost, epoch)
         self._messages = bucket.open_messages(port, epoch=epoch)
         self._cumulative = torch.zeros(bucket.num_elements, dtype=sum_dtype(bucket.dtype))
         self._mean = torch.empty_like(self._cumulative)
         self._average = torch.empty(0)
         for worker in self.machine.alive:
             self._post(worker)
+
+    def _make_machine(self, lost: Iterable[int], epoch: int) -> ServerShard:
+        layout = self._layout
+        workers = {self._relay_of.get(worker, worker) for worker in layout.workers}
+        return ServerShard(
+            workers=workers,
+            quorum=min(layout.quorum, len(workers)),
+            lost=workers.intersection(lost),
+            succeeds=epoch > 0,
+            ends_elsewhere=layout.ends_on_tree and epoch == 0,
+            shrinks=layout.shrinks,
+        )
+
+    def missing(self) -> set[int]:
+        """Return the workers that what comes next waits for here; which one of a site it is knows the site's relay."""
+        return set(self.machine.missing()).difference(self._relay_of.values())
+
+    def dropped(self, worker: int) -> int:
+        """Return how many pushes of ``worker`` were dropped here, by themselves or in the mean of a site."""
+        return self.machine.dropped[self._relay_of.get(worker, worker)]
 
     def lose(self, worker: int) -> None:
         """Go on without ``worker``."""
@@ -255,15 +300,18 @@ class HostedShard:
     def obey(self, instructions: Iterable[ServerInstruction]) -> None:
         """Do what the state machine says."""
         for instruction in instructions:
-            if isinstance(instruction, Clear):
-                self._cumulative.zero_()
-            elif isinstance(instruction, Fold | Average):
-                self._sum(instruction)
-            elif isinstance(instruction, Reply):
-                self._reply(instruction, self._cumulative)
-            else:
-                dropped = tuple(self.machine.dropped[rank] for rank in range(self._layout.world_size))
-                self._reply(replace(instruction, dropped=dropped), self._average)
+            self._do(instruction)
+
+    def _do(self, instruction: ServerInstruction) -> None:
+        if isinstance(instruction, Clear):
+            self._cumulative.zero_()
+        elif isinstance(instruction, Fold | Average):
+            self._sum(instruction)
+        elif isinstance(instruction, Reply):
+            self._reply(instruction, self._cumulative)
+        elif isinstance(instruction, ReplyAverage):
+            dropped = tuple(self.dropped(rank) for rank in range(self._layout.world_size))
+            self._reply(replace(instruction, dropped=dropped), self._average)
 
     def _sum(self, instruction: Fold | Average) -> None:
         values = [one.payload for one in instruction.contributions]
@@ -279,6 +327,59 @@ class HostedShard:
         message.write(reply)
         message.values_as(values.dtype).copy_(values)
         self._messages.send(reply.worker, DOWN, message.memory, lambda: self.obey(self.machine.replied(reply.worker)))
+
+
+class HostedRelay(HostedShard):
+    """The relay of one bucket on this rank, which sums for workers of its site (loop thread only)."""
+
+    machine: RelayShard
+
+    def __init__(
+        self,
+        port: Port,
+        layout: ServerLayout,
+        bucket: BucketLayout,
+        *,
+        server: int,
+        relay_of: Mapping[int, int],
+    ) -> None:
+        """Host it until the first loss."""
+        self._port = port
+        self._server = server
+        self._workers = [worker for worker, relay in relay_of.items() if relay == port.rank]
+        super().__init__(port, layout, bucket, epoch=0)
+        self._listen()
+
+    def _make_machine(self, _lost: Iterable[int], _epoch: int) -> ServerShard:
+        return RelayShard(rank=self._port.rank, workers=self._workers)
+
+    def _listen(self) -> None:
+        message = self.bucket.make_down()
+        self._messages.receive(self._server, DOWN, message.memory, partial(self._on_answer, message))
+
+    def _on_answer(self, message: Message) -> None:
+        reply = message.read()
+        assert isinstance(reply, Reply)
+        self.obey(self.machine.answer(reply, message.values))
+        self._listen()
+
+    def _do(self, instruction: ServerInstruction) -> None:
+        if isinstance(instruction, Forward):
+            self._forward(instruction)
+        elif isinstance(instruction, Take):
+            self._cumulative = instruction.payload
+        elif isinstance(instruction, Stop):
+            last_rounds = ((self.bucket.index, instruction.last_round),)
+            self._port.tell(self._server, encode_record(Stopped(period=instruction.period, last_rounds=last_rounds)))
+        else:
+            super()._do(instruction)
+
+    def _forward(self, forward: Forward) -> None:
+        message = self.bucket.make_up()
+        message.write(forward.push)
+        values = [one.payload for one in forward.contributions]
+        average(values, [one.weight for one in forward.contributions], out=message.values, scratch=self._mean)
+        self._messages.send(self._server, UP, message.memory, lambda: self.obey(self.machine.sent()))
 
 
 class WorkerLink:
@@ -298,6 +399,7 @@ class WorkerLink:
     ) -> None:
         self.bucket = bucket
         self.server = server
+        """Or the site's relay."""
         self.machine = BucketWorker(rank=port.rank, num_rounds=layout.period)
         self.num_forgotten = 0
         """Pushes that died with a server."""

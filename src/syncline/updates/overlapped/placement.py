@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from syncline.errors import ConfigurationError, UpdateError
@@ -85,6 +85,28 @@ def place_shards(topology: Topology, servers: Sequence[int], bucket_bytes: Seque
         load.update(dict.fromkeys(parts[best], bucket_bytes[bucket]))
         placed[bucket] = best
     return tuple(placed)
+
+
+def place_relays(
+    layout: ServerLayout, sites: Sequence[Sequence[int]], servers: Sequence[int], bucket_bytes: Sequence[int]
+) -> tuple[Mapping[int, int], ...]:
+    """Return of each bucket the relay of each rank that has one: all of a site, but not the one that has its server.
+
+    There is none where a global gradient can do without some worker that lives, or servers do not train: which of a
+    site's late ones the others will not wait for, only the server knows. Those of a site host about as many bytes.
+    """
+    relays: list[Mapping[int, int]] = [{} for _ in servers]
+    if not (layout.ends_on_tree and layout.shrinks):
+        return tuple(relays)
+    hosted: Counter[int] = Counter()
+    for server, num_bytes in zip(servers, bucket_bytes, strict=True):
+        hosted[server] += num_bytes
+    for bucket, server in enumerate(servers):
+        of_sites = [site for site in sites if len(site) > 1 and server not in site]
+        chosen = [min(site, key=lambda rank: (hosted[rank], rank)) for site in of_sites]
+        hosted.update(dict.fromkeys(chosen, bucket_bytes[bucket]))
+        relays[bucket] = {rank: relay for site, relay in zip(of_sites, chosen, strict=True) for rank in site}
+    return tuple(relays)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

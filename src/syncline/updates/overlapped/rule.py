@@ -10,10 +10,11 @@ import torch
 
 from syncline.arguments import Count, Whole, check_fields
 from syncline.errors import ConfigurationError, UpdateError
+from syncline.schedule.replicas import find_parties
 from syncline.updates.bucket import Bucket, placed
 from syncline.updates.combinations import OF_INDEPENDENT_RANKS, WHOLE_STATE, Combination, one_gateway
 from syncline.updates.overlapped.link import BucketLayout, Feed
-from syncline.updates.overlapped.placement import DEDICATED, ServerLayout, place_shards, server_ranks
+from syncline.updates.overlapped.placement import DEDICATED, ServerLayout, place_relays, place_shards, server_ranks
 from syncline.updates.overlapped.rebase import Collect, Rebase
 from syncline.updates.overlapped.server_client import OverlappedStatistics, ServerClient, TreeMean
 from syncline.updates.report import PendingReport
@@ -160,17 +161,20 @@ class OverlappedUpdater(WholeUpdater):
         ]
         self._collects = [Collect() for _ in buckets if kind == "rebase"]
         self._rebase = Rebase(self.buckets, self.optimizer) if kind == "rebase" else None
+        topology, bucket_bytes = communicator.topology, [plan.num_bytes for plan in plans]
+        placement = place_shards(topology, layout.servers, bucket_bytes)
         self.client = ServerClient(
             communicator.open_port(f"overlapped update {layout}"),
             layout,
             buckets,
-            place_shards(communicator.topology, layout.servers, [plan.num_bytes for plan in plans]),
+            placement,
             max_staleness=rule.max_staleness,
             replaces=kind == "swap",
             feeds=self._collects or [Feed() for _ in buckets],
             timeout_s=self.collectives.timeout_s,
             trace=self.collectives.trace,
             newcomers=setting.newcomers,
+            relays=place_relays(layout, find_parties(topology, "auto"), placement, bucket_bytes),
         )
         starts = [link.start.values for link in self.client.links]
         self._tree_mean = TreeMean(self.collectives.control, self.buckets, starts) if layout.ends_on_tree else None

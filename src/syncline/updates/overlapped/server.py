@@ -113,7 +113,30 @@ class ReplyAverage:
     """What the lowest worker in the average tells of the job's members."""
 
 
-ServerInstruction = Fold | Average | Clear | Reply | ReplyAverage
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """Of a relay: send the server the weighted mean of these (in rank order) as ``push``."""
+
+    push: Push
+    contributions: tuple[Push, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Take:
+    """Of a relay: what came from the server is the cumulative sum now."""
+
+    payload: Any = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Of a relay: tell the server that it pushes for no round of ``period`` after ``last_round``."""
+
+    period: int
+    last_round: int
+
+
+ServerInstruction = Fold | Average | Clear | Reply | ReplyAverage | Forward | Take | Stop
 
 # --- the state machine ----------------------------------------------------------------------------------------------
 
@@ -226,16 +249,27 @@ class ServerShard:
     def _advance(self) -> list[ServerInstruction]:
         """Close the open round if it has its M workers, abandon it if it cannot get them, and tell the workers."""
         needed = self._needed()
-        instructions: list[ServerInstruction] = []
         if not self._held or len(self._held) < needed <= len(self._held) + self._num_to_come():
-            return instructions
-        present, self._held = self._held, {}
+            return []
+        if len(self._held) >= needed:
+            return self._complete(tuple(self._held[worker] for worker in sorted(self._held)))
+        self._drop_held()
         self.closed += 1
-        if len(present) >= needed:
-            instructions.append(self._fold(tuple(present[worker] for worker in sorted(present))))
-        else:
-            self.dropped.update(present.keys())
-        return [*instructions, *(reply for worker in self.alive for reply in self._reply(worker))]
+        return self._tell()
+
+    def _complete(self, contributions: tuple[Push, ...]) -> list[ServerInstruction]:
+        """Make a global gradient of what is held: all that it needs."""
+        self._held.clear()
+        self.closed += 1
+        return [self._fold(contributions), *self._tell()]
+
+    def _drop_held(self) -> None:
+        """Forget what is held, which will be in no global gradient."""
+        self.dropped.update(self._held.keys())
+        self._held.clear()
+
+    def _tell(self) -> list[ServerInstruction]:
+        return [reply for worker in self.alive for reply in self._reply(worker)]
 
     def _needed(self) -> int:
         """Return how many workers a global gradient needs: those whose push is here count as able."""
@@ -305,7 +339,7 @@ class ServerShard:
             self._accounts[worker].due.append(reply)
         average = Average(period=self.period, contributions=contributions)
         begun = self._begin_period(self.period + 1)
-        return [average, *begun, *(reply for worker in self.alive for reply in self._reply(worker))]
+        return [average, *begun, *self._tell()]
 
     def _lacking(self) -> tuple[int, ...]:
         """Return who lives and has not ended the period."""
@@ -324,8 +358,7 @@ class ServerShard:
         return self._begin_period(period) if self._ends_elsewhere and period > self.period else []
 
     def _begin_period(self, period: int) -> list[ServerInstruction]:
-        self.dropped.update(self._held.keys())
-        self._held.clear()
+        self._drop_held()
         self._ends.clear()
         self.period, self.closed, self.clock = period, 0, 0
         for account in self._accounts.values():
@@ -371,9 +404,7 @@ class ServerShard:
     def _succeed(self, period: int) -> list[ServerInstruction]:
         """Take over the bucket in ``period``, with nothing known of its rounds, and take what had to wait."""
         self._greetings = None
-        instructions = self._begin_period(period)
-        for worker in self.alive:
-            instructions += self._reply(worker)
+        instructions = [*self._begin_period(period), *self._tell()]
         postponed, self._postponed = self._postponed, []
         for message in postponed:
             instructions += self.hear(message)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import get_args
@@ -29,7 +29,7 @@ from syncline.runtime.work import Work
 from syncline.updates.bucket import Bucket, BucketPlan
 from syncline.updates.control import ControlStream
 from syncline.updates.messaging import LOOK_S, STALL_GRACE_S, Driver, LeftBehind
-from syncline.updates.overlapped.link import BucketLayout, Feed, HostedShard, WorkerLink
+from syncline.updates.overlapped.link import BucketLayout, Feed, HostedRelay, HostedShard, Stopped, WorkerLink
 from syncline.updates.overlapped.placement import ServerLayout, Succession
 from syncline.updates.overlapped.rebase import Collect
 from syncline.updates.overlapped.worker import PeriodClock
@@ -38,17 +38,8 @@ from syncline.updates.rule import MemberNews, Newcomers, NonfiniteOrigin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stopped:
-    """To a server: this worker ended ``period``, which is averaged elsewhere."""
-
-    period: int
-    last_rounds: tuple[tuple[int, int], ...]
-    """Of each bucket there (by number), the last round that it pushed for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """To a server: this worker waits, and asks for whom."""
+    """To a server or a relay: this worker waits, and asks for whom."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +228,9 @@ class ServerClient(Driver):
         timeout_s: float,
         trace: Trace,
         newcomers: Newcomers | None = None,
+        relays: Sequence[Mapping[int, int]] = (),
     ) -> None:
+        """``placement``: the server of each bucket; ``relays``: of ranks that do not push to it, to whom they do."""
         super().__init__(port, Membership(layout.workers), timeout_s=timeout_s)
         self._newcomers = newcomers
         self._elders = () if newcomers is None else newcomers.elders
@@ -260,14 +253,19 @@ class ServerClient(Driver):
         """Too few workers are left to begin anything; those who left had ended the period, so its averages come."""
         self._buckets = buckets
         self._answers: dict[int, tuple[int, ...]] = {}
-        """Whom each server waits for, as it last said."""
+        """Whom each server or relay waits for, as it last said."""
         self.nonfinite: NonfiniteOrigin | None = None
         """Where NaN or infinity was told to have begun first."""
         self.hosted: dict[int, HostedShard] = {}
         self._dropped_together: tuple[int, ...] = (0,) * layout.world_size
         link = partial(WorkerLink, port, layout, changed=self._changed, replaces=replaces, trace=trace)
-        placed = zip(buckets, placement, feeds, strict=True) if port.rank in layout.workers else ()
-        self.links = [link(bucket, server=server, feed=feed) for bucket, server, feed in placed]
+        self._relays = relays or ({},) * len(buckets)
+        """Of each bucket, until a rank is lost."""
+        self._relay_ranks = {relay for relay_of in relays for relay in relay_of.values()}
+        placed = zip(buckets, placement, self._relays, feeds, strict=True) if port.rank in layout.workers else ()
+        self.links = [
+            link(bucket, server=relay_of.get(port.rank, server), feed=feed) for bucket, server, relay_of, feed in placed
+        ]
         self._ends_together = False
         """Whether the period ends on the tree, just now."""
         self._has_someone_left = False
@@ -279,9 +277,12 @@ class ServerClient(Driver):
 
     def _start(self) -> None:
         self._port.stand_back()
-        for bucket, server in zip(self._buckets, self._succession.servers, strict=True):
+        for bucket, server, relay_of in zip(self._buckets, self._succession.servers, self._relays, strict=True):
             if server == self._port.rank:
-                self._host(bucket, epoch=0)
+                self._host(bucket, epoch=0, relay_of=relay_of)
+            elif self._port.rank in relay_of.values():
+                relay = HostedRelay(self._port, self.layout, bucket, server=server, relay_of=relay_of)
+                self.hosted[bucket.index] = relay
         for link in self.links:
             link.listen()
         self._watch(self._buckets[0].stream)
@@ -490,9 +491,12 @@ class ServerClient(Driver):
         return not self._succession.on_tree
 
     def _awaited(self) -> tuple[int, ...]:
-        servers = {link.server for link in self.links}
-        told = (self._answers.get(server, ()) for server in servers)
+        told = (self._answers.get(rank, ()) for rank in self._whom_to_ask())
         return tuple(sorted({rank for ranks in told for rank in ranks if rank != self._port.rank}))
+
+    def _whom_to_ask(self) -> set[int]:
+        """Return who knows whom a bucket waits for: its server, and of each other site the relay."""
+        return {*self._succession.servers, *self._relay_ranks}
 
     def _late(self, phase: str) -> DeadlineError:
         what = {"staleness": "newer global gradients", "period": "the end of the period"}[phase]
@@ -508,14 +512,14 @@ class ServerClient(Driver):
 
     # --- the loop's thread ---------------------------------------------------------------------------------------
 
-    def _host(self, bucket: BucketLayout, *, epoch: int) -> None:
-        shard = HostedShard(self._port, self.layout, bucket, epoch=epoch, lost=self.lost)
+    def _host(self, bucket: BucketLayout, *, epoch: int, relay_of: Mapping[int, int] | None = None) -> None:
+        shard = HostedShard(self._port, self.layout, bucket, epoch=epoch, lost=self.lost, relay_of=relay_of)
         self.hosted[bucket.index] = shard
 
     def ask(self) -> None:
-        """Ask the servers whom they wait for."""
-        for server in sorted({link.server for link in self.links}):
-            self._send_note(server, Question())
+        """Ask the servers, and the relays of all sites, whom they wait for."""
+        for rank in sorted(self._whom_to_ask()):
+            self._send_note(rank, Question())
 
     def _on_note(self, peer: int, note: Note) -> None:
         if isinstance(note, Nonfinite):
@@ -525,9 +529,7 @@ class ServerClient(Driver):
             self._answers[peer] = note.ranks
         elif isinstance(note, Question):
             shards = self.hosted.values()
-            self._send_note(
-                peer, Answer(ranks=tuple(sorted({rank for shard in shards for rank in shard.machine.missing()})))
-            )
+            self._send_note(peer, Answer(ranks=tuple(sorted({rank for shard in shards for rank in shard.missing()}))))
             for shard in shards:
                 shard.obey(shard.machine.wait(peer))
         elif isinstance(note, Stopped):
@@ -585,7 +587,7 @@ class ServerClient(Driver):
             self._move_buckets()
         self._ends_together = self._succession.on_tree
         shards = self.hosted.values()
-        dropped = [sum(shard.machine.dropped[rank] for shard in shards) for rank in self.layout.workers]
+        dropped = [sum(shard.dropped(rank) for shard in shards) for rank in self.layout.workers]
         return dropped if self._ends_together else None
 
     def _give_up_end(self) -> None:
@@ -609,6 +611,7 @@ class ServerClient(Driver):
         except UpdateError as error:
             self.fail(error)
             return
+        self._relay_ranks = set()
         for move in moves:
             old = self.hosted.pop(self._buckets[move.position].index, None)
             if old is not None:
