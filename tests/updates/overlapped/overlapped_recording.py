@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from syncline.updates.overlapped.server import Average, Clear, Fold
+from syncline.updates.overlapped.server import Average, Clear, Fold, Forward
 from syncline.updates.overlapped.worker import Keep, Send, Use
 
 
@@ -26,7 +26,10 @@ WorkerDecision = Keep | Send | Use | Redo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerNote:
-    """A global gradient (``what`` is ``"fold"``) or an average (``"average"``), and who is in it with which weight."""
+    """Who is in what with which weight: a global gradient (``"fold"``), the push of a relay, or an average.
+
+    In a fold a relay stands for all who are in its push.
+    """
 
     bucket: int
     what: str
@@ -34,6 +37,8 @@ class ServerNote:
     number: int
     """The round; 0 of an average."""
     members: tuple[tuple[int, float], ...]
+    relay: int | None = None
+    """Whose push it is."""
 
 
 @dataclass(slots=True)
@@ -97,19 +102,23 @@ def _record_server(recorder: Recorder, bucket: int, shard: Any) -> None:
         for instruction in instructions:
             if isinstance(instruction, Clear):
                 period = instruction.period
-            elif isinstance(instruction, Fold | Average):
-                is_fold = isinstance(instruction, Fold)
-                note = ServerNote(
-                    bucket=bucket,
-                    what="fold" if is_fold else "average",
-                    period=period if is_fold else instruction.period,
-                    number=instruction.round_number if is_fold else 0,
-                    members=tuple((one.worker, one.weight) for one in instruction.contributions),
-                )
-                recorder.servers.append(note)
+            elif isinstance(instruction, Fold | Average | Forward):
+                recorder.servers.append(_note_of(instruction, bucket, period))
         obey(instructions)
 
     shard.obey = note
+
+
+def _note_of(instruction: Fold | Average | Forward, bucket: int, period: int) -> ServerNote:
+    members = tuple((one.worker, one.weight) for one in instruction.contributions)
+    match instruction:
+        case Fold(round_number=number):
+            return ServerNote(bucket=bucket, what="fold", period=period, number=number, members=members)
+        case Average(period=ended):
+            return ServerNote(bucket=bucket, what="average", period=ended, number=0, members=members)
+    push = instruction.push
+    number, relay = push.round_number, push.worker
+    return ServerNote(bucket=bucket, what="relay", period=push.period, number=number, members=members, relay=relay)
 
 
 def _wrap(

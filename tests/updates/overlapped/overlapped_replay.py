@@ -54,6 +54,9 @@ class _Ledger:
 
     def __init__(self, notes: Sequence[ServerNote], replicas: Sequence[Replica], *, num_ranks: int) -> None:
         self._folds = {(note.bucket, note.period, note.number): note.members for note in notes if note.what == "fold"}
+        self._relayed = {
+            (note.bucket, note.period, note.number, note.relay): note.members for note in notes if note.what == "relay"
+        }
         self._averages = {(note.bucket, note.period): note.members for note in notes if note.what == "average"}
         self._plans = [bucket.plan for bucket in replicas[0].buckets]
         self._pushes: dict[tuple[int, int, int, int], torch.Tensor] = {}
@@ -83,7 +86,7 @@ class _Ledger:
             return known
         before = self.sum(bucket, period, closed - 1)
         members = self._folds.get((bucket, period, closed), ())
-        given = [self._pushes.get((bucket, period, closed, worker)) for worker, _ in members]
+        given = [self._pushed(bucket, period, closed, worker) for worker, _ in members]
         if before is None or any(values is None for values in given):
             return None
         result = before.clone()
@@ -91,6 +94,20 @@ class _Ledger:
             add_mean(result, [values for values in given if values is not None], [weight for _, weight in members])
         self._sums[bucket, period, closed] = result
         return result
+
+    def _pushed(self, bucket: int, period: int, number: int, worker: int) -> torch.Tensor | None:
+        """Return what the server got: a push, or what a relay made of those of its site."""
+        members = self._relayed.get((bucket, period, number, worker), ())
+        given = [self._pushes.get((bucket, period, number, one)) for one, _ in members or ((worker, 1.0),)]
+        if any(values is None for values in given):
+            return None
+        values = [one for one in given if one is not None]
+        if not members:
+            return values[0]
+        mean = torch.empty_like(values[0])
+        scratch = torch.empty(mean.shape, dtype=sum_dtype(mean.dtype))
+        average(values, [weight for _, weight in members], out=mean, scratch=scratch)
+        return mean
 
     def average(self, bucket: int, period: int) -> torch.Tensor | None:
         """Return the average that ended ``period``, if all have sent what they had."""

@@ -11,6 +11,7 @@ from torch import nn
 from small_regression import batch, loss_of, make_model, make_sgd, parameters_of
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
+from syncline.topology import Topology
 
 
 def size_of(rank: int, step: int) -> int:
@@ -43,3 +44,12 @@ def train_alone(
         optimizer.step()
         optimizer.zero_grad()
     return parameters_of(model)
+
+
+def sites(*sizes: int) -> Topology:
+    """Sites a, b, ... of so many hosts, joined by slow links."""
+    rows = [
+        f'  - {{switch: {name}, uplink: 20 Mbit/s, children: [{{host: "{name}[0-{size - 1}]", uplink: 1 Gbit/s}}]}}'
+        for name, size in zip("abc", sizes, strict=False)
+    ]
+    return Topology.parse("\n".join(["switch: wide-area", "children:", *rows]))

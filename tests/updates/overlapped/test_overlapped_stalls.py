@@ -4,10 +4,11 @@ import threading
 
 import pytest
 import torch
-from overlapped_training import one_step, start
+from overlapped_training import one_step, sites, start
 
 from small_regression import make_adam, parameters_of
 from syncline.errors import UpdateError
+from syncline.topology import Topology
 from syncline.updates import Overlapped
 from thread_fleets import run_fleets
 
@@ -45,8 +46,21 @@ class Hang:
             self._others_are_done.set()
 
 
-@pytest.mark.parametrize("options", [{"quorum": NUM_RANKS - 1}, {}, {"quorum": 2, "max_staleness": None}])
-def test_who_hangs_is_left_behind_and_told_when_it_wakes(options: dict) -> None:
+FLAT, IN_SITES = Topology.flat(NUM_RANKS), sites(NUM_RANKS - 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("topology", "options"),
+    [
+        (FLAT, {"quorum": NUM_RANKS - 1}),
+        (FLAT, {}),
+        (FLAT, {"quorum": 2, "max_staleness": None}),
+        (IN_SITES, {}),
+        (IN_SITES, {"bucket_bytes": 4096}),
+    ],
+)
+def test_who_hangs_is_left_behind_and_told_when_it_wakes(topology: Topology, options: dict) -> None:
+    """In sites it is the relay of the far one, for some buckets or the only one."""
     hang = Hang()
 
     def body(fleet):
@@ -62,7 +76,7 @@ def test_who_hangs_is_left_behind_and_told_when_it_wakes(options: dict) -> None:
         hang.done()
         return parameters_of(model), optimizer.statistics()
 
-    results = run_fleets(NUM_RANKS, body, accept=UpdateError)
+    results = run_fleets(topology, body, accept=UpdateError)
     survivors = [results[rank] for rank in range(NUM_RANKS) if rank != HANGS]
     for parameters, statistics in survivors:
         assert torch.equal(parameters, survivors[0][0])
