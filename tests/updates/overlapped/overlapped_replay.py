@@ -15,7 +15,7 @@ import torch
 from overlapped_recording import Recorder, Redo, ServerNote, WorkerDecision
 
 from syncline.updates.bucket import Bucket
-from syncline.updates.flat import shares, sum_dtype
+from syncline.updates.flat import shares, sum_dtype, weighted_sum
 from syncline.updates.overlapped.link import Feed, add_mean, average, correction
 from syncline.updates.overlapped.rebase import Collect, Rebase, Runs
 from syncline.updates.overlapped.rule import Overlapped
@@ -104,10 +104,8 @@ class _Ledger:
         values = [one for one in given if one is not None]
         if not members:
             return values[0]
-        mean = torch.empty_like(values[0])
-        scratch = torch.empty(mean.shape, dtype=sum_dtype(mean.dtype))
-        average(values, [weight for _, weight in members], out=mean, scratch=scratch)
-        return mean
+        mean = torch.empty(values[0].shape, dtype=sum_dtype(values[0].dtype))
+        return weighted_sum(values, shares([weight for _, weight in members]), out=mean).to(values[0].dtype)
 
     def average(self, bucket: int, period: int) -> torch.Tensor | None:
         """Return the average that ended ``period``, if all have sent what they had."""

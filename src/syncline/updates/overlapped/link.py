@@ -150,22 +150,12 @@ def add_mean(
     cumulative.add_(weighted_sum(gradients, shares(weights), out=mean))
 
 
-def average(
-    values: Sequence[torch.Tensor],
-    weights: Sequence[float],
-    *,
-    out: torch.Tensor,
-    scratch: torch.Tensor | None = None,
-) -> None:
-    """Write the weighted mean of ``values``, in their order, to ``out``; of one value, that value.
-
-    It is reckoned in ``scratch`` and its type; by default in float64.
-    """
+def average(values: Sequence[torch.Tensor], weights: Sequence[float], *, out: torch.Tensor) -> None:
+    """Write the weighted mean of ``values``, in their order, to ``out``; of one value, that value."""
     if len(values) == 1:
         out.copy_(values[0])
         return
-    mean = torch.empty(out.shape, dtype=torch.float64) if scratch is None else scratch
-    out.copy_(weighted_sum(values, shares(weights), out=mean))
+    out.copy_(weighted_sum(values, shares(weights), out=torch.empty(out.shape, dtype=torch.float64)))
 
 
 def correction(
@@ -234,26 +224,17 @@ class HostedShard:
         epoch: int,
         lost: Iterable[int] = (),
         relay_of: Mapping[int, int] | None = None,
+        machine: ServerShard | None = None,
     ) -> None:
         """Host ``bucket`` from now on; ``epoch`` is the number of servers that it had before, which are dead.
 
-        ``relay_of``: of each worker that pushes to a relay, that.
+        ``relay_of``: of each worker that pushes to a relay, that; ``machine``: what decides, if it is no server.
         """
         self.bucket = bucket
         self._layout = layout
         self._relay_of = relay_of or {}
-        self.machine = self._make_machine(lost, epoch)
-        self._messages = bucket.open_messages(port, epoch=epoch)
-        self._cumulative = torch.zeros(bucket.num_elements, dtype=sum_dtype(bucket.dtype))
-        self._mean = torch.empty_like(self._cumulative)
-        self._average = torch.empty(0)
-        for worker in self.machine.alive:
-            self._post(worker)
-
-    def _make_machine(self, lost: Iterable[int], epoch: int) -> ServerShard:
-        layout = self._layout
         workers = {self._relay_of.get(worker, worker) for worker in layout.workers}
-        return ServerShard(
+        self.machine = machine or ServerShard(
             workers=workers,
             quorum=min(layout.quorum, len(workers)),
             lost=workers.intersection(lost),
@@ -261,6 +242,12 @@ class HostedShard:
             ends_elsewhere=layout.ends_on_tree and epoch == 0,
             shrinks=layout.shrinks,
         )
+        self._messages = bucket.open_messages(port, epoch=epoch)
+        self._cumulative = torch.zeros(bucket.num_elements, dtype=sum_dtype(bucket.dtype))
+        self._mean = torch.empty_like(self._cumulative)
+        self._average = torch.empty(0)
+        for worker in self.machine.alive:
+            self._post(worker)
 
     def missing(self) -> set[int]:
         """Return the workers that what comes next waits for here; which one of a site it is knows the site's relay."""
@@ -335,23 +322,12 @@ class HostedRelay(HostedShard):
     machine: RelayShard
 
     def __init__(
-        self,
-        port: Port,
-        layout: ServerLayout,
-        bucket: BucketLayout,
-        *,
-        server: int,
-        relay_of: Mapping[int, int],
+        self, port: Port, layout: ServerLayout, bucket: BucketLayout, *, server: int, site: Sequence[int]
     ) -> None:
-        """Host it until the first loss."""
-        self._port = port
+        """Host it until the first loss, between the ranks of ``site`` and the bucket's ``server``."""
+        super().__init__(port, layout, bucket, epoch=0, machine=RelayShard(rank=port.rank, workers=site))
         self._server = server
-        self._workers = [worker for worker, relay in relay_of.items() if relay == port.rank]
-        super().__init__(port, layout, bucket, epoch=0)
         self._listen()
-
-    def _make_machine(self, _lost: Iterable[int], _epoch: int) -> ServerShard:
-        return RelayShard(rank=self._port.rank, workers=self._workers)
 
     def _listen(self) -> None:
         message = self.bucket.make_down()
@@ -369,8 +345,8 @@ class HostedRelay(HostedShard):
         elif isinstance(instruction, Take):
             self._cumulative = instruction.payload
         elif isinstance(instruction, Stop):
-            last_rounds = ((self.bucket.index, instruction.last_round),)
-            self._port.tell(self._server, encode_record(Stopped(period=instruction.period, last_rounds=last_rounds)))
+            stopped = Stopped(period=instruction.period, last_rounds=((self.bucket.index, instruction.last_round),))
+            self._messages.port.tell(self._server, encode_record(stopped))
         else:
             super()._do(instruction)
 
@@ -378,7 +354,8 @@ class HostedRelay(HostedShard):
         message = self.bucket.make_up()
         message.write(forward.push)
         values = [one.payload for one in forward.contributions]
-        average(values, [one.weight for one in forward.contributions], out=message.values, scratch=self._mean)
+        weights = [one.weight for one in forward.contributions]
+        message.values.copy_(weighted_sum(values, shares(weights), out=self._mean))
         self._messages.send(self._server, UP, message.memory, lambda: self.obey(self.machine.sent()))
 
 

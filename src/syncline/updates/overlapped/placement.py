@@ -95,17 +95,19 @@ def place_relays(
     There is none where a global gradient can do without some worker that lives, or servers do not train: which of a
     site's late ones the others will not wait for, only the server knows. Those of a site host about as many bytes.
     """
-    relays: list[Mapping[int, int]] = [{} for _ in servers]
-    if not (layout.ends_on_tree and layout.shrinks):
-        return tuple(relays)
+    summing = [site for site in sites if len(site) > 1] if layout.ends_on_tree and layout.shrinks else []
     hosted: Counter[int] = Counter()
     for server, num_bytes in zip(servers, bucket_bytes, strict=True):
         hosted[server] += num_bytes
-    for bucket, server in enumerate(servers):
-        of_sites = [site for site in sites if len(site) > 1 and server not in site]
-        chosen = [min(site, key=lambda rank: (hosted[rank], rank)) for site in of_sites]
-        hosted.update(dict.fromkeys(chosen, bucket_bytes[bucket]))
-        relays[bucket] = {rank: relay for site, relay in zip(of_sites, chosen, strict=True) for rank in site}
+    relays = []
+    for server, num_bytes in zip(servers, bucket_bytes, strict=True):
+        relay_of: dict[int, int] = {}
+        for site in summing:
+            if server not in site:
+                relay = min(site, key=lambda rank: (hosted[rank], rank))
+                hosted[relay] += num_bytes
+                relay_of.update(dict.fromkeys(site, relay))
+        relays.append(relay_of)
     return tuple(relays)
 
 

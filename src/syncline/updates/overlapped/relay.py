@@ -11,7 +11,7 @@ cannot fold it without this site, and is told so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 from syncline.updates.overlapped.server import Forward, Push, Reply, ServerInstruction, ServerShard, Stop, Take
@@ -24,9 +24,8 @@ class RelayShard(ServerShard):
     that lacks a lost worker is not completed here.
     """
 
-    def __init__(self, *, rank: int, workers: Iterable[int]) -> None:
+    def __init__(self, *, rank: int, workers: Collection[int]) -> None:
         """``rank`` is this one, under which it pushes; ``workers`` are those of its site."""
-        workers = tuple(workers)
         super().__init__(workers=workers, quorum=len(workers), ends_elsewhere=True)
         self._rank = rank
         self._is_sending = False

@@ -168,13 +168,13 @@ class OverlappedUpdater(WholeUpdater):
             layout,
             buckets,
             placement,
+            place_relays(layout, find_parties(topology, "auto"), placement, bucket_bytes),
             max_staleness=rule.max_staleness,
             replaces=kind == "swap",
             feeds=self._collects or [Feed() for _ in buckets],
             timeout_s=self.collectives.timeout_s,
             trace=self.collectives.trace,
             newcomers=setting.newcomers,
-            relays=place_relays(layout, find_parties(topology, "auto"), placement, bucket_bytes),
         )
         starts = [link.start.values for link in self.client.links]
         self._tree_mean = TreeMean(self.collectives.control, self.buckets, starts) if layout.ends_on_tree else None

@@ -221,6 +221,7 @@ class ServerClient(Driver):
         layout: ServerLayout,
         buckets: Sequence[BucketLayout],
         placement: Sequence[int],
+        relays: Sequence[Mapping[int, int]],
         *,
         max_staleness: int | None,
         replaces: bool,
@@ -228,7 +229,6 @@ class ServerClient(Driver):
         timeout_s: float,
         trace: Trace,
         newcomers: Newcomers | None = None,
-        relays: Sequence[Mapping[int, int]] = (),
     ) -> None:
         """``placement``: the server of each bucket; ``relays``: of ranks that do not push to it, to whom they do."""
         super().__init__(port, Membership(layout.workers), timeout_s=timeout_s)
@@ -242,8 +242,7 @@ class ServerClient(Driver):
         self._may_switch = False
         """Whether ranks go over to another fabric in this period: who leaves this one may go on there."""
         self.layout = layout
-        self.clock = PeriodClock(layout.period)
-        self.counts = ClientCounts()
+        self.clock, self.counts = PeriodClock(layout.period), ClientCounts()
         self._ended_iterations = 0
         """Iterations of the periods that have ended: of each, those of the worker that came furthest."""
         self.lost = self.membership.lost
@@ -259,13 +258,9 @@ class ServerClient(Driver):
         self.hosted: dict[int, HostedShard] = {}
         self._dropped_together: tuple[int, ...] = (0,) * layout.world_size
         link = partial(WorkerLink, port, layout, changed=self._changed, replaces=replaces, trace=trace)
-        self._relays = relays or ({},) * len(buckets)
-        """Of each bucket, until a rank is lost."""
-        self._relay_ranks = {relay for relay_of in relays for relay in relay_of.values()}
-        placed = zip(buckets, placement, self._relays, feeds, strict=True) if port.rank in layout.workers else ()
-        self.links = [
-            link(bucket, server=relay_of.get(port.rank, server), feed=feed) for bucket, server, relay_of, feed in placed
-        ]
+        self._relays = relays
+        placed = zip(buckets, placement, relays, feeds, strict=True) if port.rank in layout.workers else ()
+        self.links = [link(bucket, server=by.get(port.rank, server), feed=feed) for bucket, server, by, feed in placed]
         self._ends_together = False
         """Whether the period ends on the tree, just now."""
         self._has_someone_left = False
@@ -281,8 +276,8 @@ class ServerClient(Driver):
             if server == self._port.rank:
                 self._host(bucket, epoch=0, relay_of=relay_of)
             elif self._port.rank in relay_of.values():
-                relay = HostedRelay(self._port, self.layout, bucket, server=server, relay_of=relay_of)
-                self.hosted[bucket.index] = relay
+                site = [rank for rank, relay in relay_of.items() if relay == self._port.rank]
+                self.hosted[bucket.index] = HostedRelay(self._port, self.layout, bucket, server=server, site=site)
         for link in self.links:
             link.listen()
         self._watch(self._buckets[0].stream)
@@ -496,7 +491,7 @@ class ServerClient(Driver):
 
     def _whom_to_ask(self) -> set[int]:
         """Return who knows whom a bucket waits for: its server, and of each other site the relay."""
-        return {*self._succession.servers, *self._relay_ranks}
+        return {*self._succession.servers, *(relay for relay_of in self._relays for relay in relay_of.values())}
 
     def _late(self, phase: str) -> DeadlineError:
         what = {"staleness": "newer global gradients", "period": "the end of the period"}[phase]
@@ -611,7 +606,7 @@ class ServerClient(Driver):
         except UpdateError as error:
             self.fail(error)
             return
-        self._relay_ranks = set()
+        self._relays = ()
         for move in moves:
             old = self.hosted.pop(self._buckets[move.position].index, None)
             if old is not None:
