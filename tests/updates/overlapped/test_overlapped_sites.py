@@ -23,6 +23,7 @@ def check_finished(fleet: SiteFleet) -> None:
     [
         (ONE_AND_TWO, 3, {}),
         (ONE_AND_TWO, 3, {"may_stop": (2,), "max_staleness": 0}),
+        (ONE_AND_TWO, 3, {"may_stop": (0, 1, 2), "max_staleness": 1}),
         (ONE_AND_TWO, 1, {"num_periods": 2, "is_prompt": True}),
         (ONE_AND_TWO, 2, {"num_periods": 2, "max_staleness": 0, "may_stop": (1,)}),
         (TWO_AND_TWO, 3, {"is_prompt": True}),

@@ -61,12 +61,27 @@ servers but are summed on the planner's tree (:class:`.server_client.TreeMean`);
 that it *stops*, and the first message of a new period begins that. Towards the end a worker makes no pushes that could
 not come back in time.
 
+**Sites.** A *site* is what the first switch that divides the network parts from the rest. Where every global gradient
+needs all workers that live, and periods end on the tree, a site of several ranks that does not hold a bucket's server
+has a *relay*: one of its ranks, to which its workers push in place of the server. When all of them have pushed for the
+open round, the relay sends the server one push: their weighted mean, the sum of their weights, the lowest of their
+iterations. Its answer comes once, and the relay hands it on. So the link between sites carries a global gradient once
+in each direction, however many ranks are on its sides. All of a site were in a round, or none, so ``accepted`` is the
+same for all; sums are grouped by sites, and a mean travels in the bucket's own number type, rounded once more. What a
+relay cannot complete, since one of its workers has stopped before that round, it abandons at once: nobody can close
+that round without this site. It tells the server that the site stops when the last round that it can bring is closed;
+until then others of the site wait for the server's answers. A worker's pushes that are dropped count where they lay: at
+the relay, or at the server for all who are in the mean. With M < N a relay could not know which of its late workers a
+round will not wait for, so each pushes by itself.
+
 **Losses.** A worker that dies is not waited for. If it was a server too, the next living rank in a circle takes over
 its shards. What lay at the dead server is forgotten, so own gradients that were out stay steps of their workers; until
-the period ends they may differ by what only some of them had pulled. The successor first hears from every worker which
-period it is in, and with which parameters that began, since one may have received the last average and another not.
+the period ends they may differ by what only some of them had pulled. The first loss of a fleet whose periods end on the
+tree lets all buckets begin anew, and ends its relays: from then on all push to servers. The successor first hears from
+every worker which period it is in, and with which parameters that began, since one may have received the last average
+and another not.
 
-Modules, from decisions to threads: :mod:`.server`, :mod:`.worker` (no I/O, no torch); :mod:`.placement`; :mod:`.link`
-(both ends of a bucket at work), :mod:`.server_client` (one rank, a driver as :mod:`syncline.updates.messaging` has
-them, and a period's end on the tree); :mod:`.rebase`; :mod:`.rule` (what the user writes).
+Modules, from decisions to threads: :mod:`.server`, :mod:`.relay`, :mod:`.worker` (no I/O, no torch);
+:mod:`.placement`; :mod:`.link` (both ends of a bucket at work), :mod:`.server_client` (one rank, a driver as
+:mod:`syncline.updates.messaging` has them, and a period's end on the tree); :mod:`.rebase`; :mod:`.rule` (what the user writes).
 """

@@ -1,10 +1,12 @@
-"""Which rank holds the server shard of which bucket: at first, and after losses. The same on every rank, without I/O.
+"""Which rank holds the server shard of which bucket, and who relays to it. The same on every rank, without I/O.
 
 Cost model: a server takes in one bucket from each worker and gives one back to each, so its time is its bytes over what
 its link carries. A rank's link carries the least, over the links on its path, of the link's slower direction divided by
 the ranks below it. Buckets are placed by decreasing size where they would be done first: O(buckets x servers x depth).
 Of equals, the one in the part of the tree that serves least so far: a link between two parts is crossed by as many
 bytes wherever the servers are, but with servers on both sides pushes cross it in both directions at once, then replies.
+Relays take load off servers of other sites, and add as much in their own: that is shared out by bytes alone, as within
+a site all links are taken to be fast.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ class Overlapped(WholeRule):
     end periods through the servers), as long as they are more than half of the workers, or half with the lowest rank
     among them; for a rank cannot tell a death from a cut of the network, of which at most one side may go on. A number
     is what is needed to the end: with fewer workers the job ends; with M of at most N/2, both sides of a cut go on.
-    With the default, and shared servers, an elastic job takes newcomers in when a period ends.
+    With the default, and shared servers, an elastic job takes newcomers in when a period ends, and until a rank is
+    lost a site sums its gradients before they leave it (see :mod:`syncline.updates.overlapped`).
 
     ``servers``: ``"shared"`` keeps the server shards on the ranks, spread by what their links carry;
     ``"dedicated:k"`` on the last k ranks, which do not train: there, ``optimizer.is_server`` is True, and
