@@ -83,5 +83,6 @@ and another not.
 
 Modules, from decisions to threads: :mod:`.server`, :mod:`.relay`, :mod:`.worker` (no I/O, no torch);
 :mod:`.placement`; :mod:`.link` (both ends of a bucket at work), :mod:`.server_client` (one rank, a driver as
-:mod:`syncline.updates.messaging` has them, and a period's end on the tree); :mod:`.rebase`; :mod:`.rule` (what the user writes).
+:mod:`syncline.updates.messaging` has them, and a period's end on the tree); :mod:`.rebase`; :mod:`.rule` (what the
+user writes).
 """
