@@ -27,7 +27,7 @@ def check_finished(fleet: SiteFleet) -> None:
         (ONE_AND_TWO, 1, {"num_periods": 2, "is_prompt": True}),
         (ONE_AND_TWO, 2, {"num_periods": 2, "max_staleness": 0, "may_stop": (1,)}),
         (TWO_AND_TWO, 3, {"is_prompt": True}),
-        (TWO_AND_TWO, 2, {"is_prompt": True, "may_stop": (0, 2)}),
+        (TWO_AND_TWO, 2, {"is_prompt": True, "may_stop": (2,)}),
         (TWO_AND_TWO, 2, {}),
         (TWO_AND_TWO, 1, {"num_periods": 2, "max_staleness": 0}),
         (THREE_AND_ONE, 2, {"is_prompt": True}),

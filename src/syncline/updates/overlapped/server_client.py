@@ -495,7 +495,7 @@ class ServerClient(Driver):
 
     def _late(self, phase: str) -> DeadlineError:
         what = {"staleness": "newer global gradients", "period": "the end of the period"}[phase]
-        awaited = self._awaited() or tuple(sorted({link.server for link in self.links} - {self._port.rank}))
+        awaited = self._awaited() or tuple(sorted(set(self._succession.servers) - {self._port.rank}))
         return accusing(
             DeadlineError(
                 f"{describe_ranks(awaited, self._port.describe_peer)} did not deliver: rank {self._port.rank} waited "
