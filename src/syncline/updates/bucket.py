@@ -120,7 +120,8 @@ class Bucket:
         self.parameters = parameters
         self.gradients = gradients
         self.tensors = tuple(owners)
-        copier = find_copier(plan.device)
+        self.copier = copier = find_copier(plan.device)
+        """What copies between a device and the host; None for parameters in the host's memory."""
         self.parameter_copy = None if copier is None else HostCopy(copier, parameters)
         self.gradient_copy = None if copier is None else HostCopy(copier, gradients)
         self.wire_parameters = parameters if self.parameter_copy is None else self.parameter_copy.host

@@ -31,6 +31,8 @@ import torch
 from syncline.fabric import BULK
 from syncline.observe import Trace
 from syncline.runtime.port import Port
+from syncline.runtime.worker_thread import WorkerThread
+from syncline.tensors.device_copies import CopyKind, CopyRange, HostCopier, Mark
 from syncline.tensors.memory import aligned, bytes_of
 from syncline.updates.flat import shares, sum_dtype, weighted_sum
 from syncline.updates.messaging import MessageStream, decode_record, encode_record
@@ -98,22 +100,23 @@ class BucketLayout:
             even_if_lost=True,
         )
 
-    def make_up(self) -> Message:
+    def make_up(self, copier: HostCopier | None = None) -> Message:
         """Return room for a message from a worker."""
-        return Message(self, self.dtype)
+        return Message(self, self.dtype, copier)
 
-    def make_down(self) -> Message:
+    def make_down(self, copier: HostCopier | None = None) -> Message:
         """Return room for a message from the server."""
-        return Message(self, sum_dtype(self.dtype))
+        return Message(self, sum_dtype(self.dtype), copier)
 
 
 class Message:
-    """A record and a bucket, one after another in memory."""
+    """A record and a bucket, one after another in memory: of the host, from which ``copier`` copies by itself."""
 
-    def __init__(self, layout: BucketLayout, dtype: torch.dtype) -> None:
+    def __init__(self, layout: BucketLayout, dtype: torch.dtype, copier: HostCopier | None) -> None:
         self._num_elements = layout.num_elements
         self._head_bytes = aligned(HEAD_BYTES + RANK_BYTES * layout.world_size)
-        self._bytes = torch.empty(self._head_bytes + layout.num_elements * dtype.itemsize, dtype=torch.uint8)
+        num_bytes = self._head_bytes + layout.num_elements * dtype.itemsize
+        self._bytes = torch.empty(num_bytes, dtype=torch.uint8) if copier is None else copier.allocate_host(num_bytes)
         self.memory = bytes_of(self._bytes)
         self.values = self.values_as(dtype)
 
@@ -175,7 +178,9 @@ class Feed:
     that is large and rare would make Adam's steps small for long.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, replaces: bool = True) -> None:
+        self.replaces = replaces
+        """Whether the own gradient that is in a global one is taken out: the rule "swap", and not the literal one."""
         self._part: torch.Tensor | None = None
         self._num_left = 0
 
@@ -359,8 +364,20 @@ class HostedRelay(HostedShard):
         self._messages.send(self._server, UP, message.memory, lambda: self.obey(self.machine.sent()))
 
 
+class Place:
+    """An own gradient, or the sum over a run of them, until it is settled: on its device, and as a push."""
+
+    def __init__(self, push: Message, like: torch.Tensor, copier: HostCopier | None) -> None:
+        self.push = push
+        self.values = push.values if copier is None else torch.empty_like(like)
+
+
 class WorkerLink:
-    """One bucket of one worker."""
+    """One bucket of one worker.
+
+    What it reckons with lies where the gradients do. On a device, copies of it go to ``copier``'s memory beside the
+    training, and ``thread`` waits for them, and pushes.
+    """
 
     def __init__(
         self,
@@ -370,11 +387,13 @@ class WorkerLink:
         *,
         server: int,
         changed: threading.Condition,
-        replaces: bool,
         feed: Feed | Collect,
         trace: Trace,
+        copier: HostCopier | None,
+        thread: WorkerThread,
     ) -> None:
         self.bucket = bucket
+        self._copier, self._thread = copier, thread
         self.server = server
         """Or the site's relay."""
         self.machine = BucketWorker(rank=port.rank, num_rounds=layout.period)
@@ -384,10 +403,9 @@ class WorkerLink:
         self._port = port
         self._messages = bucket.open_messages(port, epoch=0)
         self._changed = changed
-        self._replaces = replaces
         self._feed = feed
         self._trace = trace
-        self._places: dict[int, Message] = {}
+        self._places: dict[int, Place] = {}
         self._end: Message | None = None
         self._sent_end: Message | None = None
         """Of this period, once it is written: what a new server has to get too."""
@@ -396,7 +414,7 @@ class WorkerLink:
         """Whether the period's average is here; read it with the lock held."""
         self._newest: Message | None = None
         """The newest sum that was pulled and not used."""
-        self._base: Message | None = None
+        self._base: torch.Tensor | None = None
         """The sum that was used last; none at a period's start."""
         self._early: tuple[Reply, Message] | None = None
         """The newest sum of the next period, which this worker has not begun."""
@@ -438,14 +456,14 @@ class WorkerLink:
             use = self.machine.use()
             if use is None:
                 return 0
-            newest, base = self._newest, self._base
-            assert newest is not None
-            self._newest, self._base = None, newest
+            message, base = self._newest, self._base
+            assert message is not None
+            self._newest, self._base = None, (newest := self._on_device(message, gradient))
         start_ns = self._trace.now_ns()
         own = self._places[use.subtract].values if use.subtract is not None else gradient if use.replaces else None
-        subtract = own if self._replaces and not use.replaces else None
-        change = correction(newest.values, None if base is None else base.values, subtract=subtract)
-        if not self._replaces:
+        subtract = own if self._feed.replaces and not use.replaces else None
+        change = correction(newest, base, subtract=subtract)
+        if not self._feed.replaces:
             use = replace(use, replaces=False)
         self._feed.take(gradient, change, use, own)
         self._trace.span(
@@ -517,17 +535,40 @@ class WorkerLink:
 
     def _keep(self, keep: Keep, gradient: torch.Tensor) -> None:
         if keep.place not in self._places:
-            self._places[keep.place] = self.bucket.make_up()
+            self._places[keep.place] = Place(self.bucket.make_up(self._copier), gradient, self._copier)
         own = self._places[keep.place].values
         if keep.add:
-            own.add_(gradient.to(own.device))
+            own.add_(gradient)
         else:
             own.copy_(gradient)
 
     def _push(self, send: Send, messages: MessageStream) -> None:
-        message = self._places[send.place]
-        message.write(send.push)
-        self._port.call_soon(self._transmit, message, messages, send.push.round_number)
+        place, round_number = self._places[send.place], send.push.round_number
+        place.push.write(send.push)
+        if self._copier is None:
+            self._port.call_soon(self._transmit, place.push, messages, round_number)
+        else:
+            copied = self._copy(CopyKind.TO_HOST, place.values, place.push.values)
+            self._thread.submit(0, (), partial(self._push_when, copied, place.push, messages, round_number))
+
+    def _push_when(self, copied: Mark, message: Message, messages: MessageStream, round_number: int) -> None:
+        assert self._copier is not None, "there is something to wait for"
+        self._copier.wait(copied)
+        self._port.call_soon(self._transmit, message, messages, round_number)
+
+    def _on_device(self, message: Message, like: torch.Tensor) -> torch.Tensor:
+        """Return the values of a message where the gradients are, for what comes next in the training's stream."""
+        if self._copier is None:
+            return message.values
+        values = torch.empty_like(like, dtype=message.values.dtype)
+        self._copier.follow(self._copy(CopyKind.TO_DEVICE, values, message.values))
+        return values
+
+    def _copy(self, kind: CopyKind, on_device: torch.Tensor, host: torch.Tensor) -> Mark:
+        """Queue a copy behind what is in the training's stream, and beside what comes next there; return its end."""
+        assert self._copier is not None, "it is on a device"
+        after = [self._copier.mark(on_device.device)]
+        return self._copier.copy(on_device.device, kind, [CopyRange(on_device, host)], after)
 
     # --- the loop's thread ---------------------------------------------------------------------------------------
 
@@ -537,7 +578,7 @@ class WorkerLink:
 
     def listen(self) -> None:
         """Let the next message of the server land."""
-        message = self.bucket.make_down()
+        message = self.bucket.make_down(self._copier)
         on_reply = partial(self._on_reply, message, self._trace.now_ns())
         self._messages.receive(self.server, DOWN, message.memory, on_reply)
 

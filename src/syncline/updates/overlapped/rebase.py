@@ -152,6 +152,8 @@ class Pulled:
 class Collect:
     """Takes corrections as :class:`.link.Feed` does, but keeps them for :class:`Rebase`."""
 
+    replaces = False
+
     def __init__(self) -> None:
         self._pulled: Pulled | None = None
 

@@ -26,6 +26,8 @@ from syncline.observe import Trace
 from syncline.runtime.failures import LOOK
 from syncline.runtime.port import Port
 from syncline.runtime.work import Work
+from syncline.runtime.worker_thread import WorkerThread
+from syncline.tensors.device_copies import HostCopier
 from syncline.updates.bucket import Bucket, BucketPlan
 from syncline.updates.control import ControlStream
 from syncline.updates.messaging import LOOK_S, STALL_GRACE_S, Driver, LeftBehind
@@ -224,8 +226,8 @@ class ServerClient(Driver):
         relays: Sequence[Mapping[int, int]],
         *,
         max_staleness: int | None,
-        replaces: bool,
         feeds: Sequence[Feed | Collect],
+        copiers: Sequence[HostCopier | None],
         timeout_s: float,
         trace: Trace,
         newcomers: Newcomers | None = None,
@@ -257,14 +259,28 @@ class ServerClient(Driver):
         """Where NaN or infinity was told to have begun first."""
         self.hosted: dict[int, HostedShard] = {}
         self._dropped_together: tuple[int, ...] = (0,) * layout.world_size
-        link = partial(WorkerLink, port, layout, changed=self._changed, replaces=replaces, trace=trace)
         self._relays = relays
-        placed = zip(buckets, placement, relays, feeds, strict=True) if port.rank in layout.workers else ()
-        self.links = [link(bucket, server=by.get(port.rank, server), feed=feed) for bucket, server, by, feed in placed]
+        self._thread = WorkerThread("syncline-pushes", on_failure=self.fail)
+        """Waits for copies from a device, if parameters are on one."""
+        self.links = self._make_links(placement, feeds, copiers, trace) if port.rank in layout.workers else []
         self._ends_together = False
         """Whether the period ends on the tree, just now."""
         self._has_someone_left = False
         """Somebody left by itself, without whom this rank goes on when it needs anybody; on the loop's thread."""
+
+    def _make_links(
+        self,
+        placement: Sequence[int],
+        feeds: Sequence[Feed | Collect],
+        copiers: Sequence[HostCopier | None],
+        trace: Trace,
+    ) -> list[WorkerLink]:
+        link = partial(WorkerLink, self._port, self.layout, changed=self._changed, trace=trace, thread=self._thread)
+        placed = zip(self._buckets, placement, self._relays, feeds, copiers, strict=True)
+        return [
+            link(bucket, server=relay_of.get(self._port.rank, server), feed=feed, copier=copier)
+            for bucket, server, relay_of, feed, copier in placed
+        ]
 
     def start(self) -> None:
         """Begin to serve and to listen; returns when both are so."""
@@ -416,6 +432,7 @@ class ServerClient(Driver):
 
     def close(self) -> None:
         """Forget everything that is under way."""
+        self._thread.close()
         self._port.call(self._port.close, DRAIN_S)
 
     async def _drain(self) -> None:
