@@ -14,6 +14,12 @@ def on_each_loop(request, monkeypatch):
         monkeypatch.setattr(loops, "factory", asyncio.new_event_loop)
 
 
+@pytest.fixture(params=[name for name in OPENERS if "memory" not in name])
+def on_sockets(request, on_each_loop):
+    """Run ``scenario(fabrics, recorders, mail)`` on fabrics of each kind that has connections."""
+    return lambda world_size, scenario: run_scenario(OPENERS[request.param], world_size, scenario)
+
+
 @pytest.fixture(params=list(OPENERS))
 def on_fabrics(request, on_each_loop):
     """Run ``scenario(fabrics, recorders, mail)`` on a fabric of each kind."""

@@ -47,7 +47,7 @@ def test_every_fabric_opens_classes_and_messages_match_whatever_they_come_on(on_
     on_fabrics(3, scenario)
 
 
-def test_ranks_that_ask_for_different_classes_are_told_on_every_rank(on_fabrics):
+def test_ranks_that_ask_for_different_classes_are_told_on_every_rank(on_sockets):
     async def scenario(fabrics, recorders, mail):
         outcomes = await asyncio.gather(
             *(fabric.open_classes(THREE if fabric.rank == 1 else FOUR, timeout_s=60.0) for fabric in fabrics),
@@ -59,10 +59,10 @@ def test_ranks_that_ask_for_different_classes_are_told_on_every_rank(on_fabrics)
             assert "rank 1 (" in str(outcome)
             assert "give all ranks the same priorities" in str(outcome)
 
-    on_fabrics(3, scenario)
+    on_sockets(3, scenario)
 
 
-def test_a_rank_that_does_not_ask_is_named_at_the_deadline(on_fabrics):
+def test_a_rank_that_does_not_ask_is_named_at_the_deadline(on_sockets):
     async def scenario(fabrics, recorders, mail):
         outcomes = await open_all(fabrics[:2], timeout_s=0.3)
         for outcome in outcomes:
@@ -71,10 +71,10 @@ def test_a_rank_that_does_not_ask_is_named_at_the_deadline(on_fabrics):
             assert "did not ask for them" in str(outcome)
         assert "rank 1 (" not in str(outcomes[0])
 
-    on_fabrics(3, scenario)
+    on_sockets(3, scenario)
 
 
-def test_a_rank_that_is_lost_meanwhile_is_named(on_fabrics):
+def test_a_rank_that_is_lost_meanwhile_is_named(on_sockets):
     async def scenario(fabrics, recorders, mail):
         asking = asyncio.gather(
             *(fabric.open_classes(FOUR, timeout_s=60.0) for fabric in fabrics[:2]), return_exceptions=True
@@ -85,10 +85,10 @@ def test_a_rank_that_is_lost_meanwhile_is_named(on_fabrics):
             assert isinstance(outcome, PeerLostError)
             assert outcome.rank == 2
 
-    on_fabrics(3, scenario)
+    on_sockets(3, scenario)
 
 
-def test_a_fabric_that_closes_meanwhile_ends_the_wait(on_fabrics):
+def test_a_fabric_that_closes_meanwhile_ends_the_wait(on_sockets):
     async def scenario(fabrics, recorders, mail):
         asking = asyncio.ensure_future(fabrics[0].open_classes(FOUR, timeout_s=60.0))
         await asyncio.sleep(0)
@@ -98,7 +98,7 @@ def test_a_fabric_that_closes_meanwhile_ends_the_wait(on_fabrics):
         with pytest.raises(FabricClosedError):
             await fabrics[0].open_classes(FOUR, timeout_s=60.0)
 
-    on_fabrics(2, scenario)
+    on_sockets(2, scenario)
 
 
 def test_each_class_counts_what_went_on_it():

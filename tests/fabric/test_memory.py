@@ -1,10 +1,7 @@
-"""What the in-memory fabric adds to the protocol: a seeded order, and killing."""
+"""What the in-memory fabric adds to the protocol: a seeded order."""
 
 import asyncio
 
-from fabric_scenarios import Recorder, gather
-
-from syncline.errors import PeerLostError
 from syncline.fabric import memory_fabrics
 
 
@@ -39,22 +36,3 @@ def test_a_seed_shuffles_and_replays():
     orders = {seed: arrivals(seed, urgencies=[0] * 20) for seed in (1, 2, 3)}
     assert len({tuple(order) for order in orders.values()}) == 3
     assert all(arrivals(seed, urgencies=[0] * 20) == order for seed, order in orders.items())
-
-
-def test_a_killed_rank_is_lost_and_hears_nothing():
-    async def main():
-        fabrics = memory_fabrics(3)
-        recorders = [Recorder() for _ in fabrics]
-        for fabric, recorder in zip(fabrics, recorders, strict=True):
-            fabric.set_listener(recorder)
-        fabrics[0].send_control(1, b"never heard")
-        fabrics[0].kill(1)
-        await recorders[0].wait_until(lambda: recorders[0].lost)
-        await recorders[2].wait_until(lambda: recorders[2].lost)
-        assert isinstance(recorders[2].lost[1], PeerLostError)
-        assert recorders[2].lost[1].rank == 1
-        assert not recorders[1].controls
-        assert not recorders[1].lost
-        await gather(fabrics[0].close(), fabrics[2].close())
-
-    asyncio.run(main())

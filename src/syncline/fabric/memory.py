@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import heapq
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 
 from syncline.arguments import Count, Seconds, Whole, checked
-from syncline.errors import ConfigurationError, FabricClosedError, HandshakeError, PeerLostError
+from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.progress import Progress, Stalls
 from syncline.fabric.protocol import (
     ABORTED,
@@ -26,7 +26,6 @@ from syncline.fabric.protocol import (
 )
 from syncline.fabric.slice_executor import SliceExecutor
 from syncline.fabric.statistics import ConnectionStatistics, FabricStatistics
-from syncline.priorities.settings import Priorities
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,68 +64,6 @@ class Counters:
     received_bytes: int = 0
     received_messages: int = 0
     queued_bytes: int = 0
-
-
-class MemoryClasses:
-    """What each rank of an in-memory network has asked for, in order; ``describe(rank)`` names one."""
-
-    def __init__(self, describe: Callable[[int], str]) -> None:
-        self._describe = describe
-        self._asked: dict[int, list[Priorities]] = {}
-        self._changed = asyncio.Event()
-
-    def look_again(self) -> None:
-        """Let those who wait know that a rank was lost or closed."""
-        self._changed.set()
-
-    async def ask(
-        self,
-        rank: int,
-        priorities: Priorities,
-        world_size: int,
-        lost: Mapping[int, PeerLostError],
-        check_open: Callable[[], None],
-        *,
-        timeout_s: float,
-    ) -> None:
-        """Return when all others have asked for the same; raise if one is lost, late, or asks for something else.
-
-        Asking again for the same returns at once.
-        """
-        others = [other for other in range(world_size) if other != rank]
-        asked = self._asked.setdefault(rank, [])
-        if asked and asked[-1] == priorities:
-            return
-        asked.append(priorities)
-        number = len(asked)
-        self._changed.set()
-        try:
-            async with asyncio.timeout(timeout_s):
-                while any(not self._has_asked(other, number) and other not in lost for other in others):
-                    self._changed.clear()
-                    await self._changed.wait()
-                    check_open()
-        except TimeoutError:
-            silent = ", ".join(self._describe(other) for other in others if not self._has_asked(other, number))
-            raise HandshakeError(
-                f"rank {rank} cannot open {priorities} within {timeout_s:g} s: {silent} did not ask for them; check "
-                "that all ranks make the same calls in the same order"
-            ) from None
-        for other in others:
-            if not self._has_asked(other, number):
-                raise lost[other]
-            self._check_agree(rank, other, number)
-
-    def _has_asked(self, rank: int, number: int) -> bool:
-        return len(self._asked.get(rank, ())) >= number
-
-    def _check_agree(self, rank: int, other: int, number: int) -> None:
-        ours, theirs = self._asked[rank][number - 1], self._asked[other][number - 1]
-        if ours != theirs:
-            raise ConfigurationError(
-                f"All ranks must open the same connection classes, but {self._describe(rank)} asks for {ours} and "
-                f"{self._describe(other)} for {theirs}; give all ranks the same priorities"
-            )
 
 
 CONTROL_URGENCY = -(1 << 62)
@@ -180,7 +117,6 @@ class _Network:
     eager_bytes: int
     fabrics: tuple[MemoryFabric, ...] = ()
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    classes: MemoryClasses = field(default_factory=lambda: MemoryClasses(_describe))
     _random: random.Random | None = None
     _queue: list[tuple[int, int, Parcel]] = field(default_factory=list)
     _controls: dict[tuple[int, int], list[Parcel]] = field(default_factory=dict)
@@ -233,7 +169,7 @@ class MemoryFabric:
         self._drained = asyncio.Event()
         self._lost: dict[int, PeerLostError] = {}
         self._counters: dict[tuple[int, int], Counters] = {}
-        self._is_closed = self._is_dead = False
+        self._is_closed = False
         self._dropped = _DroppedStreams()
         self.unconnected: Set[int] = frozenset()
         self.progress = Progress()
@@ -326,8 +262,6 @@ class MemoryFabric:
 
     def send_control(self, peer: int, payload: bytes) -> None:
         """Send a small message ahead of all data."""
-        if self._is_dead:  # timers of its rank go on here, as they would not in a process that was killed
-            return
         self._check_peer(peer)
         assert len(payload) <= MAX_CONTROL_BYTES, f"control message of {len(payload)} bytes"
         if peer in self._lost:
@@ -367,14 +301,9 @@ class MemoryFabric:
     async def use_one_class(self) -> None:
         """Sizes are the same with any number of classes."""
 
-    async def open_classes(self, priorities: Priorities, *, timeout_s: float, only_check: bool = False) -> None:
-        """Agree with every rank (see the protocol); in memory every class is there anyway."""
+    async def open_classes(self, *_: object, **__: object) -> None:
+        """Do nothing: every class is there, and nobody is waited for."""
         self._check_open()
-        if only_check:
-            return
-        await self._network.classes.ask(
-            self.rank, priorities, self.world_size, self._lost, self._check_open, timeout_s=timeout_s
-        )
 
     def is_lost(self, peer: int) -> bool:
         """Whether ``peer`` was reported lost."""
@@ -386,7 +315,7 @@ class MemoryFabric:
 
     def describe_peer(self, peer: int) -> str:
         """``"rank 3 (host memory)"``."""
-        return _describe(peer)
+        return f"rank {peer} (host memory)"
 
     def statistics(self) -> FabricStatistics:
         """Return a frozen record of all counters."""
@@ -434,17 +363,10 @@ class MemoryFabric:
         """Leave at once; the others see this rank as lost."""
         self._leave(PeerLostError, f"is lost: {reason}")
 
-    def kill(self, rank: int) -> None:
-        """Let ``rank`` die as a killed process does: it hears nothing more, and every other rank loses it."""
-        fabric = self._network.fabrics[rank]
-        fabric._is_dead = True
-        fabric._leave(PeerLostError, "is lost: its process died or was killed")
-
     def _leave(self, kind: type[PeerLostError], reason: str) -> None:
         if self._is_closed:
             return
         self._is_closed = True
-        self._network.classes.look_again()
         self._posted.clear()
         for parcel in self._held.values():
             self._network.fabrics[parcel.source]._finish(parcel, was_delivered=False)
@@ -458,7 +380,6 @@ class MemoryFabric:
         if self._is_closed or peer in self._lost:
             return
         self._lost[peer] = error
-        self._network.classes.look_again()
         self._listener_slot.tell(lambda listener: listener.on_peer_lost(peer, error))
 
     def _deliver(self, parcel: Parcel) -> None:
@@ -520,7 +441,3 @@ class MemoryFabric:
         self._check_open()
         assert 0 <= peer < self.world_size, f"rank {peer} is not in the job"
         assert peer != self.rank, f"rank {self.rank} sends to itself"
-
-
-def _describe(rank: int) -> str:
-    return f"rank {rank} (host memory)"

@@ -248,7 +248,8 @@ class Fabric(Transport, Protocol):
 
         Returns when every peer has them too; at once if they are open. From then on messages, windows and grants have
         the sizes of several classes. Raises ``ConfigurationError`` if ranks ask for different ones, ``HandshakeError``
-        (who is missing) at the deadline, ``PeerLostError``; then they stay closed.
+        (who is missing) at the deadline, ``PeerLostError``; then they stay closed. In memory, where there are no
+        connections, every class is there and nobody is asked.
 
         With ``only_check`` nothing is opened yet: raises ``ConfigurationError`` if other classes, open or checked, do
         not go with these, or if this process may not open as many files.
