@@ -40,7 +40,7 @@ class HostilePeer:
         self.offers = MemoryOffers(rank=1, key=derive_offer_key(terms.key, epoch=generation.epoch))
         address = (generation.members[0].address, generation.members[0].port)
         for connection_class in range(-1, self.options.num_classes):
-            self.sockets[connection_class], keys, *_ = await dial(
+            admission, self.sockets[connection_class] = await dial(
                 terms,
                 self.options,
                 peer=0,
@@ -49,8 +49,8 @@ class HostilePeer:
                 connection_class=connection_class,
                 open_socket=lambda _: connect_to(address, "127.0.0.1", self.options),
             )
-            self.keys[connection_class] = keys
-            self.checks[connection_class] = make_checks(keys)
+            self.keys[connection_class] = admission.frame_keys
+            self.checks[connection_class] = make_checks(admission.frame_keys)
         return self
 
     async def send(self, connection_class, *parts):

@@ -43,7 +43,9 @@ class Door:
             self.listening,
             self.terms(0),
             handshake_s=self.options.handshake_s,
-            is_taken=lambda rank, connection_class: (rank, connection_class) in [entry[:2] for entry in self.arrived],
+            is_taken=lambda rank, connection_class: (
+                (rank, connection_class) in [admission[:2] for admission, _ in self.arrived]
+            ),
             on_connection=lambda *arrival: self.arrived.append(arrival),
         )
 
@@ -59,7 +61,7 @@ class Door:
         return Terms(**(values | changes))
 
     async def dial(self, rank, connection_class=0, **changes):
-        sock, *_ = await dial(
+        _, sock = await dial(
             self.terms(rank, **changes),
             self.options,
             peer=0,
@@ -85,7 +87,7 @@ class Door:
 
     async def close(self):
         await asyncio.gather(*self.acceptor.close(), return_exceptions=True)
-        for *_, sock in self.arrived:
+        for _, sock in self.arrived:
             sock.close()
 
 
@@ -121,7 +123,7 @@ def test_garbage_is_refused_and_an_honest_rank_comes_in(garbage):
         await door.wait_refused(1)
         (await door.dial(2)).close()
         await door.wait_arrived(1)
-        assert door.arrived[0][:2] == (2, 0)
+        assert door.arrived[0][0][:2] == (2, 0)
 
     at_door(scenario)
 
@@ -183,7 +185,7 @@ def test_a_crowd_of_idle_sockets_does_not_keep_an_honest_rank_out(caplog, monkey
         sock = await asyncio.wait_for(door.dial(3), DEADLINE_S)
         assert len(door.acceptor._handshakes) <= MAX_UNAUTHENTICATED
         await door.wait_arrived(1)
-        assert door.arrived[0][:2] == (3, 0)
+        assert door.arrived[0][0][:2] == (3, 0)
         assert door.acceptor.num_refused >= 2 * MAX_UNAUTHENTICATED
         for other in (sock, *crowd):
             other.close()

@@ -16,7 +16,7 @@ from functools import partial
 
 from syncline.fabric.dialling import AskedError, CalledError, Holds, greet
 from syncline.fabric.forks import close_in_children
-from syncline.fabric.handshake import Admission, FrameKeys, Refusal, RefusedError, Resume, Resumption, Terms
+from syncline.fabric.handshake import Admission, Refusal, RefusedError, Resume, Terms
 from syncline.fabric.shared_port import SharedListener
 
 MAX_UNAUTHENTICATED = 64
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class Acceptor:
-    """Accepts connections and hands the authenticated ones to ``on_connection(*admission, socket)``.
+    """Accepts connections and hands the authenticated ones to ``on_connection(admission, socket)``.
 
     ``num_expected`` connections of honest ranks may come at once. ``resume`` and ``holds`` are asked for connections
     that are opened again (:mod:`syncline.fabric.reopening`); ``on_call`` takes a socket on which this rank is called
@@ -44,7 +44,7 @@ class Acceptor:
         handshake_s: float,
         num_expected: int = 0,
         is_taken: Callable[[int, int], bool],
-        on_connection: Callable[[int, int, FrameKeys | None, bytes, Resumption | None, socket.socket], None],
+        on_connection: Callable[[Admission, socket.socket], None],
         resume: Resume = lambda *_: None,
         holds: Holds = lambda *_: False,
         on_call: Callable[[bytes, socket.socket], bool] = lambda *_: False,
@@ -134,7 +134,7 @@ class Acceptor:
         self._handshakes.pop(task, None)
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
-            self._on_connection(*task.result(), sock)
+            self._on_connection(task.result(), sock)
             return
         if isinstance(error, CalledError) and self._on_call(error.message, sock):
             return

@@ -13,7 +13,6 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable
 from itertools import count
-from typing import NamedTuple
 
 from syncline.endpoints import format_endpoint
 from syncline.errors import HandshakeError
@@ -26,7 +25,6 @@ from syncline.fabric.handshake import (
     WELCOME_BYTES,
     Admission,
     Dialer,
-    FrameKeys,
     Greeter,
     Refusal,
     RefusedError,
@@ -70,16 +68,6 @@ Open = Callable[[float | None], Awaitable[socket.socket]]
 
 Holds = Callable[[int, int, Resumption], bool]
 """Whether a rank that asks for a connection class is still connected; the number is of the last attempt known there."""
-
-
-class Dialled(NamedTuple):
-    """A connection that was opened."""
-
-    sock: socket.socket
-    frame_keys: FrameKeys | None
-    connection_id: bytes
-    number: int
-    """0, or of the attempt at which it was opened, as it was not welcomed before."""
 
 
 def addressee(message: bytes) -> tuple[bytes, int, int] | None:
@@ -190,11 +178,10 @@ async def dial(
     connection_class: int,
     open_socket: Open,
     has_listened: bool = False,
-) -> Dialled:
+) -> tuple[Admission, socket.socket]:
     """Connect to ``peer`` and shake hands; try again until cancelled, unless the peer says why it refuses.
 
-    The keys are those of the connection's frames, if they are authenticated. ``open_socket`` connects, and errors name
-    the ``address``.
+    ``open_socket`` connects, and errors name the ``address``.
 
     It listens before it meets the others: if nobody listens there for as long as a handshake may take, or any more
     where it ``has_listened``, it is gone. One that has may refuse once in vain: a bit may have been changed.
@@ -214,7 +201,7 @@ async def dial(
             async with asyncio.timeout(try_s):
                 sock, _ = await dial_once(dialer, open_socket)
             first = unsure if unsure is not None and goes_on else dialer
-            return Dialled(sock, first.frame_keys, first.connection_id, resumption.number if resumption else 0)
+            return Admission(peer, connection_class, first.frame_keys, first.connection_id, resumption), sock
         except RefusedError as refused:
             if unsure is not None and refused.refusal is (Refusal.GONE if goes_on else Refusal.DUPLICATE):
                 goes_on = not goes_on

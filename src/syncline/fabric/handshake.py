@@ -131,15 +131,16 @@ class Resumption(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """Who was let in, and for what."""
+    """With whom a connection was opened, and for what."""
 
     rank: int
+    """The other one."""
     connection_class: int
     frame_keys: FrameKeys | None
     """What authenticates the frames of this connection, if something does."""
     connection_id: bytes
     resumption: Resumption | None
-    """Where the dialer goes on, if the connection is opened again."""
+    """Where the dialer goes on, if the connection is opened again, or was not sure to be welcomed before."""
 
 
 Resume = Callable[[int, int, Resumption], int | None]

@@ -24,10 +24,9 @@ from syncline.fabric.compiled import check_compiled
 from syncline.fabric.dialling import FIRST_PAUSE_S, LONGEST_PAUSE_S, dial
 from syncline.fabric.frames import CONTROL_CLASS, FrameType
 from syncline.fabric.handshake import (
-    FrameKeys,
+    Admission,
     Refusal,
     RefusedError,
-    Resumption,
     Terms,
     derive_key,
     derive_offer_key,
@@ -458,7 +457,7 @@ class _Mesh:
             return sock
 
         async with self._places:
-            sock, keys, connection_id, number = await dial(
+            admission, sock = await dial(
                 self._terms,
                 self._options,
                 peer=member.rank,
@@ -468,7 +467,7 @@ class _Mesh:
                 open_socket=open_socket,
                 has_listened=on_answer is not None,
             )
-        self._attach(member.rank, connection_class, keys, connection_id, sock, number=number)
+        self._attach(admission, sock)
 
     def _callers(self, peers: list[Peer]) -> list[Peer]:
         return [peer for peer in peers if self.reach.calls(peer.rank)]
@@ -485,41 +484,25 @@ class _Mesh:
             else:
                 await asyncio.wait([self.acceptor.greet(sock, self._members[peer.rank].address)])
 
-    def _accept(
-        self,
-        peer: int,
-        connection_class: int,
-        keys: FrameKeys | None,
-        connection_id: bytes,
-        resumption: Resumption | None,
-        sock: socket.socket,
-    ) -> None:
-        if resumption is None:
-            self._attach(peer, connection_class, keys, connection_id, sock)
+    def _accept(self, admission: Admission, sock: socket.socket) -> None:
+        if admission.resumption is None:
+            self._attach(admission, sock)
         else:
-            self._reopener.accept(self._fabric.peer(peer), connection_class, resumption, sock)
+            peer = self._fabric.peer(admission.rank)
+            self._reopener.accept(peer, admission.connection_class, admission.resumption, sock)
 
-    def _attach(
-        self,
-        peer: int,
-        connection_class: int,
-        keys: FrameKeys | None,
-        connection_id: bytes,
-        sock: socket.socket,
-        *,
-        number: int = 0,
-    ) -> None:
-        state = self._fabric.peer(peer)
-        if state.has_connection(connection_class):
+    def _attach(self, admission: Admission, sock: socket.socket) -> None:
+        peer, connection_class = self._fabric.peer(admission.rank), admission.connection_class
+        if peer.has_connection(connection_class):
             sock.close()  # the peer was lost meanwhile
             return
         try:
-            prepare_connected(sock, connection_class, state.options)
+            prepare_connected(sock, connection_class, peer.options)
         except OSError:
             sock.close()  # it broke meanwhile, and the deadline names the peer
             return
-        self._reopener.opened(peer, connection_class, connection_id, keys, number=number)
-        state.attach(connection_class, sock, keys)
+        self._reopener.opened(admission)
+        peer.attach(connection_class, sock, admission.frame_keys)
 
     def _describe_missing(self) -> str:
         fabric, acceptor = self._fabric, self.acceptor

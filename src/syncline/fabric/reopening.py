@@ -26,7 +26,7 @@ from typing import Any
 
 from syncline.fabric.dialling import ask, dial_once, make_question
 from syncline.fabric.frames import DamagedFrameError, FrameError
-from syncline.fabric.handshake import Dialer, FrameKeys, Refusal, RefusedError, Resumption, Terms
+from syncline.fabric.handshake import Admission, Dialer, FrameKeys, Refusal, RefusedError, Resumption, Terms
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
 from syncline.fabric.reach import Reach
@@ -129,11 +129,13 @@ class Reopener:
         finally:
             self._limit_s = self._usual_limit_s
 
-    def opened(
-        self, peer: int, connection_class: int, connection_id: bytes, keys: FrameKeys | None, *, number: int
-    ) -> None:
-        """Take note of a connection that was opened for the first time, at the attempt of this ``number``."""
-        self._lines[peer, connection_class] = _Line(connection_id=connection_id, keys=keys, number=number)
+    def opened(self, admission: Admission) -> None:
+        """Take note of a connection that was opened for the first time."""
+        self._lines[admission.rank, admission.connection_class] = _Line(
+            connection_id=admission.connection_id,
+            keys=admission.frame_keys,
+            number=admission.resumption.number if admission.resumption else 0,
+        )
 
     def reopen(self, peer: Peer, connection_class: int, error: Exception) -> None:
         """Begin to open a connection again that broke with ``error``."""

@@ -21,7 +21,7 @@ from typing import Any
 from syncline.errors import TopologyError
 from syncline.fabric import FabricOptions
 from syncline.fabric.acceptor import Acceptor
-from syncline.fabric.handshake import FrameKeys
+from syncline.fabric.handshake import Admission
 from syncline.fabric.shared_port import SharedListener, name_of
 from syncline.fabric.sockets import prepare_connected
 from syncline.members.job_record import Address, Attempt, Flags, JobRecord, Newcomer, address_of
@@ -150,13 +150,11 @@ class JoinServer:
 
     # --- who asks -----------------------------------------------------------------------------------------------
 
-    def _on_connection(
-        self, _rank: int, _class: int, keys: FrameKeys | None, _name: bytes, _resumption: object, sock: socket.socket
-    ) -> None:
-        assert keys is not None, "these handshakes always ask for keys"
+    def _on_connection(self, admission: Admission, sock: socket.socket) -> None:
+        assert admission.frame_keys is not None, "these handshakes always ask for keys"
         with contextlib.suppress(OSError):
             prepare_connected(sock, 0, self._options)
-        task = self._loop.create_task(self._serve(JoinConnection(sock, keys)))
+        task = self._loop.create_task(self._serve(JoinConnection(sock, admission.frame_keys)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
