@@ -1,4 +1,4 @@
-"""Every setting of the TCP fabric, checked once."""
+"""Every setting of the TCP fabric, each checked once; those that go together are made so by whoever makes them."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ class FabricOptions:
     """By which name other ranks of this rank's host lend it their network; None: it has its own."""
 
     heartbeat_s: Positive = 1.0
+    """Less than ``suspect_s``, which is at most ``dead_s``."""
     suspect_s: Positive = 3.0
     dead_s: Positive = 10.0
     stall_s: Positive = 300.0
@@ -64,7 +65,7 @@ class FabricOptions:
     close_s: Positive = 10.0
 
     eager_bytes: Whole = 16 << 10
-    """Messages of at most this size are sent without asking, within the credit; 0: always ask.
+    """Messages of at most this size are sent without asking, within the credit; 0: always ask. No other size is less.
 
     Larger ones too between hosts of one switch, where the topology has rates and there is one class.
     """
@@ -99,8 +100,11 @@ class FabricOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        self._check_security()
-        self._check_together()
+        if self.secret is not None and len(self.secret) < MIN_SECRET_BYTES:
+            raise ConfigurationError(
+                f"the shared secret must have at least {MIN_SECRET_BYTES} bytes, not {len(self.secret)}; "
+                "make one with: head -c 32 /dev/urandom | base64 > FILE"
+            )
 
     @property
     def send_s(self) -> float:
@@ -142,33 +146,3 @@ class FabricOptions:
         if self.authenticate_frames is not None:
             return self
         return replace(self, authenticate_frames=self.secret is not None and len(set(addresses)) > 1)
-
-    def _check_security(self) -> None:
-        if self.secret is not None and len(self.secret) < MIN_SECRET_BYTES:
-            raise ConfigurationError(
-                f"the shared secret must have at least {MIN_SECRET_BYTES} bytes, not {len(self.secret)}; "
-                "make one with: head -c 32 /dev/urandom | base64 > FILE"
-            )
-        if not self.job_id:
-            raise ConfigurationError("job_id must not be empty; give each job its own name")
-
-    def _check_together(self) -> None:
-        if not self.heartbeat_s < self.suspect_s <= self.dead_s:
-            raise ConfigurationError(
-                "heartbeat_s < suspect_s <= dead_s must hold, but they are "
-                f"{self.heartbeat_s}, {self.suspect_s} and {self.dead_s}; raise dead_s or lower heartbeat_s"
-            )
-
-        if self.eager_bytes > self.chunk_bytes:
-            raise ConfigurationError(
-                f"eager_bytes must be from 0 to chunk_bytes ({self.chunk_bytes}), not {self.eager_bytes}"
-            )
-        for name in ("credit_bytes", "unsent_bytes"):
-            if getattr(self, name) < self.eager_bytes:
-                raise ConfigurationError(
-                    f"{name} must be at least eager_bytes ({self.eager_bytes}), not {getattr(self, name)}"
-                )
-        if self.dscp is not None and len(self.dscp) != self.num_classes:
-            raise ConfigurationError(
-                f"dscp must hold one mark for each of the {self.num_classes} classes, not {len(self.dscp)} marks"
-            )
