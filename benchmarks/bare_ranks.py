@@ -205,6 +205,9 @@ class Ear:
 
     on_control = on_peer_lost
 
+    def on_stall(self) -> None:
+        """Hear that some rank has hung."""
+
     async def seconds(self, num_awaited: int, act: Callable[[], object]) -> float:
         """Return how long it takes until so many have heard what ``act`` brings about."""
         self.num_awaited, self.heard = num_awaited, asyncio.Event()

@@ -30,6 +30,9 @@ class Reporter:
     def on_control(self, peer, payload):
         say(event="control", peer=peer, text=payload.decode())
 
+    def on_stall(self):
+        say(event="stall")
+
 
 class Progress:
     """Counts messages; asked for it, says when ``MORE_MESSAGES`` more have come."""

@@ -30,6 +30,9 @@ class Recorder:
         self.controls.append((peer, payload))
         self._changed.set()
 
+    def on_stall(self):
+        pass
+
     async def wait_until(self, condition, deadline_s=60.0):
         async with asyncio.timeout(deadline_s):
             while not condition():

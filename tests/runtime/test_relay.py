@@ -19,6 +19,9 @@ class Noting:
     def on_peer_lost(self, peer, error):
         pass
 
+    def on_stall(self):
+        self.told.append("a stall")
+
 
 def tell(relay, peer, group, payload, times=1):
     for _ in range(times):
@@ -33,6 +36,16 @@ def test_what_came_before_a_group_was_opened_is_told_in_its_order():
     relay.add_group(group)
     tell(relay, 1, 7, b"three")
     assert group.told == [(1, b"one"), (2, b"two"), (1, b"three")]
+
+
+def test_every_engine_hears_of_a_stall():
+    engine, group, closed = Noting(), Noting(7, 8), Noting(8, 9)
+    relay = Relay(engine)
+    relay.add_group(group)
+    relay.add_group(closed)
+    relay.remove_group(closed)
+    relay.on_stall()
+    assert (engine.told, group.told, closed.told) == (["a stall"], ["a stall"], [])
 
 
 @pytest.mark.parametrize("payload", [b"", bytes(10_000)])

@@ -92,6 +92,9 @@ class Ear:
     def on_control(self, peer: int, payload: bytes) -> None:
         self._engine.on_control(peer, payload)
 
+    def on_stall(self) -> None:
+        self._engine.on_stall()
+
 
 @dataclass(slots=True)
 class VirtualRank:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from syncline.fabric.memory import MemoryFabric as MemoryFabric, memory_fabrics as memory_fabrics
     from syncline.fabric.mesh import connect_tcp as connect_tcp
     from syncline.fabric.options import FabricOptions as FabricOptions
-    from syncline.fabric.progress import PeerStalls as PeerStalls, Progress as Progress, StallHandler as StallHandler
+    from syncline.fabric.progress import PeerStalls as PeerStalls, Progress as Progress
     from syncline.fabric.protocol import (
         ABORTED as ABORTED,
         BULK as BULK,
@@ -35,7 +35,7 @@ _NAMES = {
     "ABORTED MAX_CONTROL_BYTES MAX_TOLD_BYTES BULK",
     "statistics": "FabricStatistics ConnectionStatistics ClassStatistics",
     "options": "FabricOptions",
-    "progress": "PeerStalls Progress StallHandler",
+    "progress": "PeerStalls Progress",
     "mesh": "connect_tcp",
     "compiled": "new_event_loop",
     "tcp": "TcpFabric",

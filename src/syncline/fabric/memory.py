@@ -173,7 +173,7 @@ class MemoryFabric:
         self._dropped = _DroppedStreams()
         self.unconnected: Set[int] = frozenset()
         self.progress = Progress()
-        self.stalls = Stalls(float("inf"))
+        self.stalls = Stalls(float("inf"), lambda: self._listener_slot.tell(lambda listener: listener.on_stall()))
         """No heartbeats are sent in memory: whoever plays a hung rank calls ``tick``."""
 
     def __repr__(self) -> str:

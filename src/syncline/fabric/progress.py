@@ -21,8 +21,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
-StallHandler = Callable[[int, bool], None]
-"""Told on the communication loop's thread that a rank is stalled (True), or moves again (False)."""
 MAX_VALUE = (1 << 64) - 1
 ELSEWHERE, FORWARD, BACKWARD, STEP = PHASES = ("elsewhere", "forward", "backward", "step")
 """Where a training thread is; elsewhere it reads data, computes the loss, validates, saves, and so on."""
@@ -321,22 +319,16 @@ class PeerStalls(Protocol):
     def still_s(self, peer: int) -> float:
         """Return for how many seconds ``peer`` has neither begun a call nor waited in one, as far as is known here."""
 
-    def watch(self, handler: StallHandler) -> None:
-        """Tell ``handler`` of every change from now on."""
-
-    def unwatch(self, handler: StallHandler) -> None:
-        """Tell ``handler`` no more."""
-
 
 class Stalls:
-    """Judges by what heartbeats carry; whoever owns the heartbeats calls :meth:`tick`."""
+    """Judges by what heartbeats carry; whoever owns the heartbeats calls :meth:`tick`, and hears of stalled ranks."""
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, on_stall: Callable[[], None]) -> None:
         self.limit_s = limit_s
+        self._on_stall = on_stall
         self._values: dict[int, int] = {}
         self._still_s: dict[int, float] = {}
         self._stalled: frozenset[int] = frozenset()
-        self._handlers: list[StallHandler] = []
 
     def __repr__(self) -> str:
         return f"<Stalls: {sorted(self._stalled)} after {self.limit_s:g} s>"
@@ -350,15 +342,6 @@ class Stalls:
         """Return for how long ``peer`` has neither begun a call nor waited in one."""
         return self._still_s.get(peer, 0.0)
 
-    def watch(self, handler: StallHandler) -> None:
-        """Tell ``handler`` of every change from now on."""
-        self._handlers.append(handler)
-
-    def unwatch(self, handler: StallHandler) -> None:
-        """Tell ``handler`` no more."""
-        if handler in self._handlers:
-            self._handlers.remove(handler)
-
     def tick(self, passed_s: float, values: Mapping[int, int]) -> None:
         """Take the last heartbeats' values of all peers that live; ``passed_s`` since the last time."""
         for peer, value in values.items():
@@ -367,10 +350,8 @@ class Stalls:
             self._values[peer] = value
         before = self._stalled
         self._stalled = frozenset(peer for peer in values if self._still_s[peer] >= self.limit_s)
-        for peer in sorted(before ^ self._stalled):
-            if peer in values:
-                for handler in tuple(self._handlers):
-                    handler(peer, peer in self._stalled)
+        if self._stalled - before:
+            self._on_stall()
 
 
 class MemberStalls:
@@ -379,7 +360,6 @@ class MemberStalls:
     def __init__(self, stalls: PeerStalls, members: Sequence[int]) -> None:
         self._stalls = stalls
         self._members = tuple(members)
-        self._translated: dict[StallHandler, StallHandler] = {}
 
     @property
     def limit_s(self) -> float:
@@ -394,23 +374,3 @@ class MemberStalls:
     def still_s(self, peer: int) -> float:
         """Return how long a member has been still."""
         return self._stalls.still_s(self._members[peer])
-
-    def watch(self, handler: StallHandler) -> None:
-        """Tell ``handler`` of members."""
-
-        def translated(rank: int, is_stalled: bool) -> None:
-            if rank in self._members:
-                handler(self._members.index(rank), is_stalled)
-
-        self._translated[handler] = translated
-        self._stalls.watch(translated)
-
-    def unwatch(self, handler: StallHandler) -> None:
-        """Tell ``handler`` no more."""
-        if handler in self._translated:
-            self._stalls.unwatch(self._translated.pop(handler))
-
-    def close(self) -> None:
-        """Tell nobody any more."""
-        for handler in tuple(self._translated):
-            self.unwatch(handler)

@@ -81,6 +81,7 @@ class FabricListener(Protocol):
     >>> class Printer:
     ...     def on_peer_lost(self, peer, error): print(error)
     ...     def on_control(self, peer, payload): print(peer, payload)
+    ...     def on_stall(self): print("some rank has hung")
     >>> async def listen():
     ...     first, second = memory_fabrics(2)
     ...     second.set_listener(Printer())
@@ -100,6 +101,9 @@ class FabricListener(Protocol):
 
     def on_control(self, peer: int, payload: bytes) -> None:
         """Take a small out-of-band message; those of one peer come in the order in which it sent them."""
+
+    def on_stall(self) -> None:
+        """Look for who is stalled (:attr:`Transport.stalls`): there are more such ranks than before."""
 
 
 class Transport(Protocol):

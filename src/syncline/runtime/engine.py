@@ -146,7 +146,6 @@ class Engine:
         self._cause: BaseException | None = None
         self._failure_handlers: list[Callable[[SynclineError], None]] = []
         self._stall_timer: Timer | None = None
-        fabric.stalls.watch(self._on_stall)
 
     def __repr__(self) -> str:
         state = f"failed ({self._failure.reason})" if self._failure else f"{len(self._calls)} calls"
@@ -277,6 +276,10 @@ class Engine:
         except ControlError as error:
             text = f"{self._fabric.describe_peer(peer)} broke the protocol: it told {error}"
             self._fail(Failure(reason=failures.VIOLATION, text=text, rank=peer, host=self._host(peer)))
+
+    def on_stall(self) -> None:
+        """End what has waited too long for a rank that is stalled now."""
+        self._look_for_stalls()
 
     def _take_control(self, peer: int, payload: bytes) -> None:
         kind, stream, number, body = control.decode_head(payload)
@@ -515,10 +518,6 @@ class Engine:
         waiting = [rank for rank, awaited in active.awaited.items() if awaited]
         culprits = failures.find_culprits(active.awaited, self._rank)
         self._be_late(active.call, culprits, waiting, since_s=active.started_s)
-
-    def _on_stall(self, _peer: int, is_stalled: bool) -> None:
-        if is_stalled:
-            self._look_for_stalls()
 
     def _look_for_stalls(self) -> None:
         """End the calls if one has waited too long for a stalled rank; else look again when one will have.

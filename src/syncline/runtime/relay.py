@@ -51,6 +51,9 @@ class Told:
     def on_peer_lost(self, peer: int, error: Exception) -> None:
         """Ports watch losses by themselves."""
 
+    def on_stall(self) -> None:
+        """And they look for stalled ranks themselves."""
+
     def enclose(self, payload: bytes) -> bytes:
         """Return a message to the same number elsewhere as it travels."""
         return enclose(self.streams.start, payload)
@@ -77,6 +80,12 @@ class Relay:
             group.on_peer_lost(peer, error)
         for handler in tuple(self.handlers):
             handler(peer, error)
+
+    def on_stall(self) -> None:
+        """Let every engine look for who is stalled."""
+        self._engine.on_stall()
+        for group in tuple(self._groups.values()):
+            group.on_stall()
 
     def losses(self) -> tuple[tuple[int, Exception], ...]:
         """Return who is lost or has left, and what was told of it."""
@@ -248,7 +257,6 @@ class GroupFabric:
 
     def abort(self, reason: str = ABORTED) -> None:  # noqa: ARG002 - its ranks go on elsewhere
         """Listen no more."""
-        self.stalls.close()
         self._relay.remove_group(self)
 
     def on_peer_lost(self, peer: int, error: Exception) -> None:
@@ -260,6 +268,10 @@ class GroupFabric:
         """Pass on what another member's engine tells."""
         if peer in self.members:
             self._listening.on_control(self.members.index(peer), payload)
+
+    def on_stall(self) -> None:
+        """Let the group's engine look whether a member is stalled."""
+        self._listening.on_stall()
 
     @property
     def _listening(self) -> FabricListener:
