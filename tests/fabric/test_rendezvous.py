@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import secrets
 import threading
 
 import pytest
+from torch.distributed import TCPStore
 
 from meeting_stores import DictStore
 from syncline.errors import RendezvousError
@@ -202,10 +204,13 @@ GARBAGE = [
     b"7",
     b'{"epoch": 1}',
     b"[" * 100_000,
-    json.dumps({"epoch": 1, "job_nonce": "zz" * 32, "world_size": 2, "num_parts": 1}).encode(),
-    json.dumps({"epoch": True, "job_nonce": "aa" * 32, "world_size": 2, "num_parts": 1}).encode(),
-    json.dumps({"epoch": 1, "job_nonce": "aa" * 32, "world_size": 2, "num_parts": 10**9}).encode(),
-    json.dumps({"epoch": 1, "job_nonce": "aa" * 32, "world_size": 2, "num_parts": 1}).encode(),
+    json.dumps({"epoch": 1, "job_nonce": "zz" * 32, "world_size": 2}).encode(),
+    json.dumps({"epoch": True, "job_nonce": "aa" * 32, "world_size": 2}).encode(),
+    json.dumps({"epoch": 1, "job_nonce": "aa" * 32, "world_size": 2, "more": 1}).encode(),
+    json.dumps({"epoch": 1, "job_nonce": "aa" * 32, "world_size": 2}).encode(),
+    json.dumps(
+        [{"rank": rank, "host": "h", "address": "::1", "port": 5, "nonce": "a" * 32} for rank in (1, 0)]
+    ).encode(),
     b" " * (MAX_RECORD_BYTES + 1),
     json.dumps({"rank": 1, "host": "", "address": "127.0.0.1", "port": 5, "nonce": "a" * 32}).encode(),
     json.dumps({"rank": 1, "host": "h", "address": "example.org", "port": 5, "nonce": "a" * 32}).encode(),
@@ -218,22 +223,39 @@ GARBAGE = [
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_garbage_in_the_store_is_as_good_as_nothing(garbage):
     store = DictStore()
-    for key in ("hello/1", "record", "record/1/0", "ack/1", "go"):
+    for key in ("hello/1", "record", "record/1", "ack/1", "go"):
         store.set(f"syncline/job/{key}", garbage)
     assert len(set(meet_all(store, 2))) == 1
 
 
-def test_many_ranks_need_several_parts():
+@pytest.mark.parametrize(
+    ("ranks", "waits_for"),
+    [
+        ((0,), "nothing is heard of rank 0"),
+        ((1, 0), "nothing is heard of rank 0"),
+        ((0, 2), "nothing is heard of rank 0"),
+        ((0, 1, 2), "nothing is heard of rank 0"),
+        ((0, 1), "rank 0 did not say go"),
+    ],
+)
+def test_hellos_are_believed_if_they_are_those_of_all_ranks(monkeypatch, ranks, waits_for):
+    monkeypatch.setattr(secrets, "token_hex", lambda num_bytes: "aa" * num_bytes)
     store = DictStore()
-    generations = meet_all(store, 24, host="x" * 240)
-    assert len(set(generations)) == 1
-    many = [{"rank": rank, "host": "x" * 240, "address": "::1", "port": 1, "nonce": "a" * 32} for rank in range(1000)]
-    from syncline.fabric.rendezvous import _pack
+    hello = {"host": "h", "address": "::1", "port": 5, "nonce": "aa" * 16}
+    record = {"epoch": 1, "job_nonce": "aa" * 32, "world_size": 2}
+    store.set("syncline/job/record", json.dumps(record).encode())
+    store.set("syncline/job/record/1", json.dumps([{"rank": rank, **hello} for rank in ranks]).encode())
+    meeting = Meeting(store, 2)
+    step = meeting.start(1, timeout_s=1.0)
+    while not meeting.results:
+        step()
+    assert waits_for in str(meeting.results[1])
 
-    parts = _pack(many)
-    assert len(parts) > 1
-    assert [entry for part in parts for entry in part] == many
-    assert all(len(json.dumps(part, separators=(",", ":"))) <= MAX_RECORD_BYTES for part in parts)
+
+def test_a_store_of_pytorch_takes_the_largest_record():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("record", bytes(MAX_RECORD_BYTES))
+    assert len(store.get("record")) == MAX_RECORD_BYTES
 
 
 def test_a_failing_store_is_named():

@@ -6,7 +6,7 @@ and all hellos, whose nonces show to each rank whether it is the one that is mea
 generation; if a hello changes meanwhile (a stale one was replaced), rank 0 publishes a new generation. When all
 ranks have acknowledged one generation, rank 0 says *go*, and only that generation is used.
 
-Records are JSON of at most 64 KiB each, checked field by field; what does not fit is skipped as if it were stale.
+Records are JSON, checked field by field; what does not fit is skipped as if it were stale.
 
 Whoever waits says so after a while. Rank 0, which alone reads who is there, says who is not; the others speak of rank 0
 where they hear nothing of it: rank 1 at once, and the rest, who may be many, later.
@@ -29,7 +29,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from syncline.errors import HandshakeError, RendezvousError, name_ranks
 
-MAX_RECORD_BYTES = 64 << 10
+MAX_RECORD_BYTES = 4 << 20
+"""The hellos of 10 000 ranks with long names. PyTorch's ``TCPStore`` takes values of up to 8 MiB."""
 NONCE_BYTES = 16
 FIRST_PAUSE_S = 0.01
 LONGEST_PAUSE_S = 0.25
@@ -351,21 +352,15 @@ class Rendezvous:
         return hello is not None
 
     def _publish(self, attempt: _Attempt) -> None:
-        """Write the parts of a new record under its own name, then the record that points to them."""
+        """Write all hellos under a name of their own, then the record that points to them, at which all look often."""
         attempt.waiting = list(range(1, attempt.world_size))
         attempt.epoch = secrets.randbits(64) or 1
         attempt.job_nonce = secrets.token_hex(32)
-        parts = _pack([{**_member_to_json(hello.member), "nonce": hello.nonce} for hello in attempt.sorted_hellos()])
-        for place, part in enumerate(parts):
-            self._records.set(f"record/{attempt.epoch}/{place}", part)
+        hellos = [{**_member_to_json(hello.member), "nonce": hello.nonce} for hello in attempt.sorted_hellos()]
+        self._records.set(f"record/{attempt.epoch}", hellos)
         self._records.set(
             "record",
-            {
-                "epoch": attempt.epoch,
-                "job_nonce": attempt.job_nonce,
-                "world_size": attempt.world_size,
-                "num_parts": len(parts),
-            },
+            {"epoch": attempt.epoch, "job_nonce": attempt.job_nonce, "world_size": attempt.world_size},
         )
 
     def _follow(self, attempt: _Attempt) -> Generation | None:
@@ -390,16 +385,11 @@ class Rendezvous:
         return attempt.generation()
 
     def _read_record(self, attempt: _Attempt, record: dict[str, Any]) -> bool:
-        hellos: dict[int, _Hello] = {}
-        for place in range(record["num_parts"]):
-            part = self._records.get(f"record/{record['epoch']}/{place}")
-            if not isinstance(part, list):
-                return False
-            for entry in part:
-                hello = _parse_hello(entry, len(hellos))
-                if hello is None:
-                    return False
-                hellos[hello.member.rank] = hello
+        entries = self._records.get(f"record/{record['epoch']}")
+        if not isinstance(entries, list) or len(entries) != attempt.world_size:
+            return False
+        parsed = ((rank, _parse_hello(entry, rank)) for rank, entry in enumerate(entries))
+        hellos = {rank: hello for rank, hello in parsed if hello is not None}
         own = hellos.get(attempt.member.rank)
         if len(hellos) != attempt.world_size or own is None or own.nonce != attempt.nonce:
             return False
@@ -463,13 +453,12 @@ def _parse_hello(value: Any, rank: int) -> _Hello | None:
 
 
 def _is_record(record: dict[str, Any]) -> bool:
-    if set(record) != {"epoch", "job_nonce", "world_size", "num_parts"}:
+    if set(record) != {"epoch", "job_nonce", "world_size"}:
         return False
-    counts = (record["epoch"], record["world_size"], record["num_parts"])
+    counts = (record["epoch"], record["world_size"])
     return (
         all(type(count) is int and count > 0 for count in counts)
         and record["epoch"] < 1 << 64
-        and record["num_parts"] <= record["world_size"]
         and _is_hex(record["job_nonce"], 32)
     )
 
@@ -481,20 +470,6 @@ def _is_text(value: object, least: int, most: int) -> bool:
 
 def _is_hex(value: object, num_bytes: int) -> bool:
     return isinstance(value, str) and len(value) == 2 * num_bytes and set(value) <= set("0123456789abcdef")
-
-
-def _pack(entries: Sequence[dict[str, object]]) -> list[list[dict[str, object]]]:
-    """Cut ``entries`` into parts that stay below the limit of a record."""
-    parts: list[list[dict[str, object]]] = [[]]
-    room = MAX_RECORD_BYTES - 2
-    for entry in entries:
-        num_bytes = len(json.dumps(entry, separators=(",", ":"))) + 1
-        if num_bytes > room:
-            parts.append([])
-            room = MAX_RECORD_BYTES - 2
-        parts[-1].append(entry)
-        room -= num_bytes
-    return parts
 
 
 BEAT_S = 0.5
