@@ -12,7 +12,8 @@ import pytest
 from rank_scripts import forked_python, run_python
 from syncline.bench.rows import COMPUTE_ALONE, Row
 from syncline.bench.task import Pace
-from syncline.cli.demo import choose_network, compare, comparison_table, make_folder
+from syncline.cli.demo import choose_network, compare, comparison_table, explain, make_folder
+from syncline.demo import Update
 from syncline.errors import ConfigurationError, LabError
 from syncline.lab import operations
 from syncline.pytorch.checkpoint.manifest import read_manifest
@@ -113,8 +114,20 @@ def test_spans_of_one_row_of_the_trace_lie_one_after_another_or_one_in_another(t
             open_ends.append(end)
 
 
+def test_the_demo_explains_every_update_rule(tmp_path, capsys):
+    for update in Update:
+        explain(None, 2, update, tmp_path)
+        assert capsys.readouterr().out.rpartition("Each rank takes a part of every batch, ")[2].count(" ") > 10
+
+
 @pytest.mark.parametrize(
-    ("update", "said"), [("overlapped", "stale"), ("clustered", "servers"), ("allreduce", "all step")]
+    ("update", "said"),
+    [
+        ("overlapped", "stale"),
+        ("clustered", "servers"),
+        ("allreduce", "all step"),
+        ("local-steps", "rounds in 3 steps"),
+    ],
 )
 def test_the_demo_shows_every_update_rule(update, said, tmp_path):
     """With the overlapped one, the line of progress tells its staleness; its checkpoint is at a period's end."""

@@ -37,6 +37,7 @@ HOW = {
     Update.ALLREDUCE: "and all step on the mean of their gradients",
     Update.OVERLAPPED: "steps on its own gradient at once, and folds in the mean of all when it comes",
     Update.CLUSTERED: "and a temporary server in each cluster of like machines makes the mean of their gradients",
+    Update.LOCAL_STEPS: "each party (a rack, or a host) steps by itself, and rounds average how far they have come",
 }
 
 app = new_app()
