@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import math
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,11 @@ from syncline.cli.launcher.scratch import open_logs, prepare_secret
 from syncline.cli.main import _front
 from syncline.errors import ConfigurationError
 from syncline.members import Elastic
-from syncline.pytorch.environment import Arguments, Environment, read_environment
+from syncline.pytorch import launchers
+from syncline.pytorch.environment import WITHOUT_VARIABLE, Arguments, Environment, read_environment, variable_of
 from syncline.pytorch.secret import choose_secret
 from syncline.topology import Topology
-from syncline.variables import VARIABLES, behind_limit_s, is_coloured, live_place, process_variables
+from syncline.variables import behind_limit_s, is_coloured, live_place, process_variables
 
 JOB = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
 SECRETS = {"SYNCLINE_SECRET": "v" * 32, "SYNCLINE_SECRET_FILE": "{folder}/secret"}
@@ -73,11 +77,25 @@ GIVEN = Arguments(
     join_port=33,
     on_preemption="checkpoint",
 )
-LAUNCHERS = {
-    variable.name: "5" if "SIZE" in variable.name or "TASKS" in variable.name or "NUM" in variable.name else "4"
-    for variable in VARIABLES
-    if variable.argument == "init(rank=, world_size=)"
+NAMED_OTHERWISE = {
+    "RANK": {"rank", "world_size"},
+    "WORLD_SIZE": {"rank", "world_size"},
+    "MASTER_ADDR": {"master"},
+    "MASTER_PORT": {"master"},
+    "TORCHELASTIC_USE_AGENT_STORE": {"master"},
+    "TORCHELASTIC_RUN_ID": {"job_id"},
+    "SYNCLINE_SECRET": {"secret"},
+    "SYNCLINE_SECRET_FILE": {"secret"},
 }
+"""The arguments that go before variables whose names do not tell them."""
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "variables.md"
+LAUNCHERS = {
+    node.value: "5" if "SIZE" in node.value or "TASKS" in node.value or "NUM" in node.value else "4"
+    for node in ast.walk(ast.parse(Path(launchers.__file__).read_text()))
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value not in VALUES
+    if re.fullmatch(r"[A-Z]+(_[A-Za-z]+)+", node.value)
+}
+"""Of each variable that only launchers set, a value."""
 OF_ELASTIC_JOBS = {"SYNCLINE_JOIN", "SYNCLINE_ELASTIC", "SYNCLINE_MIN_RANKS"}
 OF_RUN = {
     "SYNCLINE_BEHIND": "20",
@@ -92,13 +110,9 @@ APART = {"SYNCLINE_CHECK_STALE", "NO_COLOR", "FORCE_COLOR", *OF_ELASTIC_JOBS, *O
 
 
 def arguments_of(name: str) -> Arguments:
-    """The arguments that go before the variable, by the table."""
-    (variable,) = (one for one in VARIABLES if one.name == name)
-    names = variable.argument.removeprefix("init(").removesuffix(")").replace(" ", "").split(",")
-    chosen = {part.removesuffix("=") for part in names}
-    if chosen & {"rank", "world_size"}:
-        chosen |= {"rank", "world_size"}
-    return Arguments(**{key: getattr(GIVEN, key) for key in chosen})
+    """The arguments that go before the variable."""
+    named = {field.name for field in fields(Arguments) if variable_of(field.name) == name}
+    return Arguments(**{key: getattr(GIVEN, key) for key in NAMED_OTHERWISE.get(name, named)})
 
 
 def without_place(environment: Environment) -> dict[str, Any]:
@@ -106,7 +120,11 @@ def without_place(environment: Environment) -> dict[str, Any]:
 
 
 def test_every_variable_is_tried_here() -> None:
-    assert {variable.name for variable in VARIABLES} == VALUES.keys() | LAUNCHERS.keys() | APART
+    explained = set(re.findall(r"^\| `(\w+)`", PAGE.read_text(), re.MULTILINE))
+    assert explained == VALUES.keys() | APART
+    assert {variable_of(field.name) for field in fields(Arguments) if field.name not in WITHOUT_VARIABLE} <= explained
+    assert {"SLURM_PROCID", "OMPI_MCA_orte_ess_jobid", "PMI_ID", "DSTACK_RUN_NAME"} <= LAUNCHERS.keys()
+    assert LAUNCHERS.keys().isdisjoint(explained)
 
 
 @pytest.mark.parametrize("name", VALUES)

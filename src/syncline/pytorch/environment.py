@@ -30,7 +30,7 @@ from syncline.pytorch.secret import read_secret
 from syncline.runtime.communicator import DEFAULT_TIMEOUT_S
 from syncline.topology import Topology
 from syncline.updates.private_torch import default_store
-from syncline.variables import VARIABLES, process_variables
+from syncline.variables import process_variables
 
 FLAT = "flat"
 """In place of a topology: one switch for all hosts, of which nothing is known."""
@@ -41,8 +41,8 @@ DEFAULTS_S = {"connect_timeout_s": 60.0, "silence_s": 10.0, "timeout_s": DEFAULT
 MIN_SILENCE_S = 1.0
 HEARTBEAT_S = 1.0
 HANDSHAKE_S = 5.0
-_VARIABLES = frozenset(variable.name for variable in VARIABLES if variable.name != "SYNCLINE_SECRET")
-"""But for the secret, which may be in a file."""
+WITHOUT_VARIABLE = frozenset({"rank", "world_size", "master", "job_id", "insecure", "secret"})
+"""Arguments that have no variable named as they are, but one of launchers, none, or also one of a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,11 +192,12 @@ def read_environment(
 def choose_settings(values: Mapping[str, str], said: Arguments) -> dict[str, Any]:
     """Return by its argument's name what was given, else the text of its variable of ours, else None."""
     given = {field.name: getattr(said, field.name) for field in fields(said)}
-    ours = {name: _variable_of(name) for name in given if _variable_of(name) in _VARIABLES}
-    return given | {name: values.get(ours[name]) or None for name in ours if given[name] in (None, "")}
+    asked = [name for name in given.keys() - WITHOUT_VARIABLE if given[name] in (None, "")]
+    return given | {name: values.get(variable_of(name)) or None for name in asked}
 
 
-def _variable_of(name: str) -> str:
+def variable_of(name: str) -> str:
+    """Return the variable of ours that an argument goes before."""
     return f"SYNCLINE_{name.removesuffix('_s').upper()}"
 
 
@@ -285,7 +286,7 @@ def _choose_advertised(text: str | None) -> tuple[str, int] | None:
 def _switch(chosen: Mapping[str, Any], name: str) -> bool | None:
     value = chosen[name]
     if isinstance(value, str) and value not in ("on", "off"):
-        raise ConfigurationError(f"{_variable_of(name)} must be on or off, not {value!r}")
+        raise ConfigurationError(f"{variable_of(name)} must be on or off, not {value!r}")
     return value == "on" if isinstance(value, str) else value
 
 
@@ -328,7 +329,7 @@ def _choose_seconds(chosen: Mapping[str, Any], name: str, default: float) -> flo
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        who = _variable_of(name) if isinstance(value, str) else name
+        who = variable_of(name) if isinstance(value, str) else name
         raise ConfigurationError(f"{who} must be a positive number of seconds, not {value!r}")
     return seconds
 
