@@ -1,16 +1,20 @@
 """``syncline lab``: how commands reach the lab's functions, and what its table shows. The lab itself is not built."""
 
 import io
+import ipaddress
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from syncline.cli import lab
 from syncline.lab import operations
-from syncline.lab.operations import LabStatus, LinkStatus
+from syncline.lab.operations import LabStatus
+from syncline.lab.plan import plan_lab
+from syncline.lab.records import LabRecord
 from syncline.topology import DirectedLink, Topology
 
 
@@ -75,50 +79,52 @@ def test_no_lab_is_said_with_the_next_step(monkeypatch):
     assert "syncline lab up TOPOLOGY" in CliRunner().invoke(lab.app, ["status"]).output
 
 
-def test_the_table_has_a_row_for_each_link_with_both_directions():
-    status = LabStatus(
+def status_of(topology, carried, rates, *, owner=None, has_priorities=False):
+    """A lab whose links carry so much in each direction."""
+    network = ipaddress.IPv4Network("10.99.0.0/16")
+    record = LabRecord(
         lab_id="abc",
-        topology=Topology.flat(1, rate=125e6),
-        owner_pid=7,
-        is_abandoned=False,
-        has_priorities=True,
-        addresses={"h0": "10.0.0.1"},
-        links=tuple(
-            LinkStatus(link=DirectedLink("h0", way), limit_bytes_per_s=125e6, bytes_per_s=rate, num_bytes=num_bytes)
-            for way, rate, num_bytes in (("up", 62.5e6, 1 << 20), ("down", 0.0, 3 << 20))
-        ),
+        folder=Path("/nowhere"),
+        network=network,
+        owner=owner,
+        has_priorities=has_priorities,
+        congestion=None,
     )
+    plan = plan_lab(topology, lab_id="abc", network=network)
+    return LabStatus(record=record, plan=plan, num_bytes=carried, bytes_per_s=rates)
+
+
+def test_the_table_has_a_row_for_each_link_with_both_directions():
+    up, down = DirectedLink("h0", "up"), DirectedLink("h0", "down")
+    owner = (os.getpid(), psutil.Process().create_time())
+    carried, rates = {up: 1 << 20, down: 3 << 20}, {up: 62.5e6, down: 0.0}
+    status = status_of(Topology.flat(1, rate=125e6), carried, rates, owner=owner, has_priorities=True)
     table = lab.status_table(status)
-    assert table.title == "lab abc: flat-1 (owner 7, priorities)"
+    assert table.title == f"lab abc: flat-1 (owner {os.getpid()}, priorities)"
     row = [next(iter(column.cells)) for column in table.columns]
-    assert row == ["h0", "10.0.0.1", "1 Gbit/s", "500 Mbit/s", "0 bit/s", "1 MiB", "3 MiB"]
+    assert row == ["h0", status.plan.host("h0").address, "1 Gbit/s", "500 Mbit/s", "0 bit/s", "1 MiB", "3 MiB"]
+
+
+def test_a_lab_that_is_broken_or_whose_owner_is_dead_has_a_title_alone():
+    table = lab.status_table(status_of(Topology.load("flat-8"), {}, {}, owner=(os.getpid(), 1.0)))
+    assert table.title == "lab abc: flat-8 (abandoned: syncline lab clean)"
+    assert not table.rows
 
 
 def test_the_table_fits_in_80_columns():
     topology = Topology.load("deep-asymmetric")
-    links = tuple(
-        LinkStatus(
-            link=DirectedLink(name, way),
-            limit_bytes_per_s=link.bytes_per_s(way),
-            bytes_per_s=link.bytes_per_s(way) * 0.9567,
-            num_bytes=123_456_789,
-        )
+    links = {
+        DirectedLink(name, way): link.bytes_per_s(way) * 0.9567
         for name, link in topology.links()
         for way in ("up", "down")
         if not name.startswith("rank")
-    )
-    status = LabStatus(
-        lab_id="abc",
-        topology=topology,
-        owner_pid=None,
-        is_abandoned=False,
-        has_priorities=False,
-        addresses={host.name: "10.99.0.10" for host in topology.hosts},
-        links=links,
-    )
+    }
+    status = status_of(topology, dict.fromkeys(links, 123_456_789), links)
     written = io.StringIO()
     Console(file=written, width=80).print(lab.status_table(status))
     assert "…" not in written.getvalue()
     rows = [line.split() for line in written.getvalue().splitlines()[4:-1]]
     assert len(rows) == len(links) // 2 + 1, "a line for each link, and one more where the directions differ"
-    assert rows[0] == ["h0", "10.99.0.10", "500", "Mbit/s", *["478.4", "Mbit/s"] * 2, *["117.7", "MiB"] * 2]
+    named = {row[0]: row for row in rows}
+    address = status.plan.host("h0").address
+    assert named["h0"] == ["h0", address, "500", "Mbit/s", *["478.4", "Mbit/s"] * 2, *["117.7", "MiB"] * 2]

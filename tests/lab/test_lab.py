@@ -151,8 +151,8 @@ def test_clean_removes_what_a_killed_run_left(holder, is_gone):
     assert not is_gone(lab_id)
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    [left] = [lab for lab in status(interval_s=0.01) if lab.lab_id == lab_id]
-    assert left.is_abandoned
+    [left] = [lab for lab in status(interval_s=0.01) if lab.record.lab_id == lab_id]
+    assert left.record.is_abandoned
     assert lab_id in clean()
     assert is_gone(lab_id)
     wait_until_over(pidfd)
@@ -180,10 +180,11 @@ def test_a_kept_lab_stays_until_it_is_taken_down(is_gone):
         assert execute("h1", [sys.executable, "-c", code], lab_id=lab_id) == 5
         assert execute("h1", ["sh", "-c", "kill -KILL $$"], lab_id=lab_id) == 128 + 9
         [described] = status(lab_id=lab_id, interval_s=0.01)
-        assert (described.owner_pid, described.is_abandoned, described.has_priorities) == (None, False, True)
-        assert described.addresses["h0"] == lab.plan.host("h0").address
-        assert len(described.links) == 2 * 6
-        assert {link.limit_bytes_per_s for link in described.links} == {25e6, 125e6}
+        record = described.record
+        assert (record.owner, record.is_abandoned, record.has_priorities) == (None, False, True)
+        assert described.plan.host("h0").address == lab.plan.host("h0").address
+        assert len(described.num_bytes) == len(described.bytes_per_s) == 2 * 6
+        assert {link.link.bytes_per_s("up") for link in described.plan.links} == {25e6, 125e6}
     finally:
         assert down(lab.lab_id) == lab_id
     assert is_gone(lab_id)

@@ -123,19 +123,20 @@ def clean() -> None:
 
 def status_table(lab: LabStatus) -> Table:
     """Lay out a lab's links, a row each, with what they carry now and what they have carried."""
-    owner = "abandoned: syncline lab clean" if lab.is_abandoned else f"owner {lab.owner_pid or 'none'}"
-    classes = ", priorities" if lab.has_priorities else ""
+    record, addresses = lab.record, {host.name: host.address for host in lab.plan.hosts}
+    owner_pid = record.owner[0] if record.owner else "none"
+    owner = "abandoned: syncline lab clean" if record.is_abandoned else f"owner {owner_pid}"
+    classes = ", priorities" if record.has_priorities else ""
     headings = ("link above", "address", "rate", "up now", "down now", "up", "down")
-    title = f"lab {lab.lab_id}: {lab.topology.name} ({owner}{classes})"
+    title = f"lab {record.lab_id}: {lab.plan.topology.name} ({owner}{classes})"
     table = new_table(*headings, num_texts=2, title=title, no_wrap=True, padding=0)
-    links = {status.link: status for status in lab.links}
-    for name in dict.fromkeys(link.child for link in links):
-        up, down = links[DirectedLink(name, "up")], links[DirectedLink(name, "down")]
-        limits = dict.fromkeys(format_rate(way.limit_bytes_per_s) for way in (up, down))
-        rates = [format_rate(way.bytes_per_s) for way in (up, down)]
-        sizes = [format_size(way.num_bytes) for way in (up, down)]
+    for each in lab.plan.links if lab.num_bytes else ():
+        ways = [DirectedLink(each.child, "up"), DirectedLink(each.child, "down")]
+        limits = dict.fromkeys(format_rate(each.link.bytes_per_s(way.direction)) for way in ways)
+        rates = [format_rate(lab.bytes_per_s[way]) for way in ways]
+        sizes = [format_size(lab.num_bytes[way]) for way in ways]
         # Two lines where directions differ: the table fits in 80 columns.
-        table.add_row(name, lab.addresses.get(name, ""), "\n".join(limits), *rates, *sizes)
+        table.add_row(each.child, addresses.get(each.child, ""), "\n".join(limits), *rates, *sizes)
     return table
 
 

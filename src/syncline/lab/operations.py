@@ -18,11 +18,12 @@ from typing import IO, Any, TextIO, Unpack
 
 from syncline.errors import LabError
 from syncline.lab.lab import Lab, LabSettings
+from syncline.lab.plan import LabPlan
 from syncline.lab.programs import check_machine
 from syncline.lab.records import LabRecord, all_records, clean, find_record, remove_lab, signal_groups
 from syncline.topology import DirectedLink, Topology
 
-__all__ = ["LabStatus", "LinkStatus", "up", "down", "run", "execute", "status", "clean"]
+__all__ = ["LabStatus", "up", "down", "run", "execute", "status", "clean"]
 
 GRACE_S = 10.0
 """How long the other hosts may go on after one has failed, or after Ctrl-C."""
@@ -98,26 +99,15 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkStatus:
-    """One direction of a link: its rate, what it carries now, and what it has carried since the lab was built."""
-
-    link: DirectedLink
-    limit_bytes_per_s: float
-    bytes_per_s: float
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LabStatus:
-    """One lab. ``owner_pid`` is None where it stays until it is taken down; ``links`` is empty where it is broken."""
+    """One lab, and what its links carry, which is empty where it is broken."""
 
-    lab_id: str
-    topology: Topology
-    owner_pid: int | None
-    is_abandoned: bool
-    has_priorities: bool
-    addresses: Mapping[str, str]
-    links: tuple[LinkStatus, ...]
+    record: LabRecord
+    plan: LabPlan
+    num_bytes: Mapping[DirectedLink, int]
+    """What each direction of each link has carried since the lab was built."""
+    bytes_per_s: Mapping[DirectedLink, float]
+    """What it carries now."""
 
 
 def status(*, lab_id: str | None = None, interval_s: float = 1.0) -> tuple[LabStatus, ...]:
@@ -128,8 +118,15 @@ def status(*, lab_id: str | None = None, interval_s: float = 1.0) -> tuple[LabSt
     before, started = [_link_bytes(lab) for lab in labs], time.monotonic()
     time.sleep(interval_s if labs else 0.0)
     after, elapsed_s = [_link_bytes(lab) for lab in labs], time.monotonic() - started
-    counts = zip(records, labs, before, after, strict=True)
-    return tuple(_describe(record, lab, earlier, later, elapsed_s) for record, lab, earlier, later in counts)
+    return tuple(
+        LabStatus(
+            record=record,
+            plan=lab.plan,
+            num_bytes=later,
+            bytes_per_s={link: (later[link] - earlier.get(link, later[link])) / elapsed_s for link in later},
+        )
+        for record, lab, earlier, later in zip(records, labs, before, after, strict=True)
+    )
 
 
 def _link_bytes(lab: Lab) -> dict[DirectedLink, int]:
@@ -137,37 +134,6 @@ def _link_bytes(lab: Lab) -> dict[DirectedLink, int]:
         return lab.link_bytes()
     except LabError:
         return {}  # it is being built or removed, or its run was killed in the middle of that
-
-
-def _describe(
-    record: LabRecord,
-    lab: Lab,
-    earlier: Mapping[DirectedLink, int],
-    later: Mapping[DirectedLink, int],
-    elapsed_s: float,
-) -> LabStatus:
-    return LabStatus(
-        lab_id=record.lab_id,
-        topology=lab.topology,
-        owner_pid=record.owner and record.owner[0],
-        is_abandoned=record.is_abandoned,
-        has_priorities=record.has_priorities,
-        addresses={host.name: host.address for host in lab.plan.hosts},
-        links=tuple(_link_statuses(lab, earlier, later, elapsed_s)),
-    )
-
-
-def _link_statuses(
-    lab: Lab, earlier: Mapping[DirectedLink, int], later: Mapping[DirectedLink, int], elapsed_s: float
-) -> Iterator[LinkStatus]:
-    limits = {link.child: link.link for link in lab.plan.links}
-    for link, num_bytes in later.items():
-        yield LinkStatus(
-            link=link,
-            limit_bytes_per_s=limits[link.child].bytes_per_s(link.direction),
-            bytes_per_s=(num_bytes - earlier.get(link, num_bytes)) / elapsed_s,
-            num_bytes=num_bytes,
-        )
 
 
 @dataclass(slots=True, kw_only=True)

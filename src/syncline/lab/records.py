@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import os
 import secrets
 import shutil
@@ -28,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from pydantic import TypeAdapter
 
-from syncline.errors import LabError, TopologyError
+from syncline.errors import LabError
 from syncline.lab.plan import NAMESPACE_PREFIX, LabHost, LabPlan, lab_id_of, plan_lab
 from syncline.lab.programs import check_machine, delete_namespaces, namespace_names, processes_in
 from syncline.topology import Topology
@@ -89,23 +89,24 @@ def create_record(
 ) -> LabRecord:
     """Write the record of a new lab under an id that no other lab has."""
     lab_id = secrets.token_hex(3)
-    folder = records / lab_id
+    record = LabRecord(
+        lab_id=lab_id,
+        folder=records / lab_id,
+        network=network,
+        owner=None if is_kept else (os.getpid(), psutil.Process().create_time()),
+        has_priorities=has_priorities,
+        congestion=congestion,
+    )
     try:
         records.mkdir(mode=0o755, parents=True, exist_ok=True)
-        folder.mkdir()
-        (folder / _TOPOLOGY).write_text(topology.to_yaml(), encoding="utf-8")
-        own_pid = os.getpid()
-        owner = None if is_kept else (own_pid, _started_at(own_pid))
-        fields = {
-            "network": str(network),
-            "owner": owner,
-            "has_priorities": has_priorities,
-            "congestion": congestion,
-        }
-        (folder / _RECORD).write_text(json.dumps(fields), encoding="utf-8")
+        record.folder.mkdir()
+        record.topology_file.write_text(topology.to_yaml(), encoding="utf-8")
+        (record.folder / _RECORD).write_bytes(TypeAdapter(LabRecord).dump_json(record))
     except OSError as error:
-        raise LabError(f"the lab must keep a record, but {folder} cannot be written ({error.strerror})") from error
-    return _read(folder)
+        raise LabError(
+            f"the lab must keep a record, but {record.folder} cannot be written ({error.strerror})"
+        ) from error
+    return record
 
 
 def all_records(records: Path = RECORDS) -> tuple[LabRecord, ...]:
@@ -139,22 +140,9 @@ def _readable(records: Path) -> Iterator[LabRecord]:
         return
     for folder in sorted(records.iterdir(), key=lambda path: path.stat().st_mtime):
         try:
-            yield _read(folder)
-        except (OSError, ValueError, KeyError, TypeError, TopologyError):
+            yield TypeAdapter(LabRecord).validate_json((folder / _RECORD).read_bytes())
+        except (OSError, ValueError):
             continue  # it is being written, or removed
-
-
-def _read(folder: Path) -> LabRecord:
-    fields = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
-    owner = fields["owner"]
-    return LabRecord(
-        lab_id=folder.name,
-        folder=folder,
-        network=ipaddress.IPv4Network(fields["network"]),
-        owner=None if owner is None else (int(owner[0]), float(owner[1])),
-        has_priorities=bool(fields["has_priorities"]),
-        congestion=fields["congestion"],
-    )
 
 
 def _started_at(process_id: int) -> float | None:
