@@ -7,15 +7,15 @@ import contextlib
 import json
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from syncline.errors import SynclineError, escape_text
+from syncline.errors import SynclineError
 from syncline.variables import process_variables
 
 LAST_WORDS = "SYNCLINE_LAST_WORDS"
-"""Names the file, which the launcher sets for each rank."""
+"""Names the file, which the launcher sets for each rank: a line of JSON for all that :func:`tell` was called with."""
 
 
 class LastWords(NamedTuple):
@@ -24,55 +24,28 @@ class LastWords(NamedTuple):
     ranks: tuple[int, ...]
     text: str
 
-    @classmethod
-    def read(cls, path: Path) -> LastWords | None:
-        """Return what a rank has left; None if it left nothing that can be used."""
-        try:
-            told = json.loads(path.read_text())
-            return cls(ranks=tuple(int(rank) for rank in told["ranks"]), text=escape_text(str(told["text"])))
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
 
+def tell(**words: Any) -> None:
+    """Let the launcher know, if there is one.
 
-def tell_number(number: int) -> None:
-    """Let the launcher know what the job calls this rank, which has come into it."""
+    ``met=True``: this rank and all others of its job are connected; else, if it dies, it is waited for where ranks
+    meet. ``number=``: what the job calls this rank, which has come into it; else its lines carry the rank that it was
+    started as. ``goes_on=True``: it goes on without others that are lost; else nobody is told that there are options
+    for that. ``ranks=`` and ``text=``: whom its error names, and what it says; else that is read on standard error.
+    """
     if path := process_variables().get(LAST_WORDS):
-        with contextlib.suppress(OSError):  # its lines then carry the rank that it was started as
-            number_file(Path(path)).write_text(str(number))
-    tell_met()
+        with contextlib.suppress(OSError), Path(path).open("a") as file:
+            file.write(f"{json.dumps(words)}\n")
 
 
-def tell_met() -> None:
-    """Let the launcher know that this rank and all others of its job are connected."""
-    _leave_file(met_file)  # else, if it dies, it is waited for where the ranks meet
-
-
-def tell_goes_on() -> None:
-    """Let the launcher know that this rank goes on without others that are lost."""
-    _leave_file(goes_on_file)  # else nobody is told that there are options for that
-
-
-def met_file(last_words: Path) -> Path:
-    """Return the file that is there once a rank has met the others."""
-    return last_words.with_suffix(".met")
-
-
-def goes_on_file(last_words: Path) -> Path:
-    """Return the file that is there once a rank would go on without others."""
-    return last_words.with_suffix(".goes-on")
-
-
-def number_file(last_words: Path) -> Path:
-    """Return where a rank that comes into a job leaves its number."""
-    return last_words.with_suffix(".number")
-
-
-def read_number(last_words: Path) -> int | None:
-    """Return the number that the rank has in the job that it has come into; None as long as it has not."""
-    try:
-        return int(number_file(last_words).read_text())
-    except (OSError, ValueError):
-        return None
+def read_words(path: Path) -> dict[str, Any]:
+    """Return all that a rank has told, the last of each kind; what it was killed in the middle of is left out."""
+    words: dict[str, Any] = {}
+    with contextlib.suppress(OSError):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                words |= json.loads(line)
+    return words
 
 
 def note(error: SynclineError) -> None:
@@ -91,19 +64,11 @@ def leave_at_exit() -> None:
         atexit.register(_leave)
 
 
-def _leave_file(file_of: Callable[[Path], Path]) -> None:
-    if path := process_variables().get(LAST_WORDS):
-        with contextlib.suppress(OSError):
-            file_of(Path(path)).touch()
-
-
 def _leave() -> None:
     for error in _chain(getattr(sys, "last_value", None)):
         known = _known(error)
         if known is not None:
-            words = {"ranks": known.ranks_at_fault, "text": str(known)}
-            with contextlib.suppress(OSError):  # the launcher then reads what stands on standard error
-                Path(process_variables()[LAST_WORDS]).write_text(json.dumps(words))
+            tell(ranks=known.ranks_at_fault, text=str(known))
             return
 
 

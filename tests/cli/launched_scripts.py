@@ -17,13 +17,20 @@ children:
   - {host: b1, uplink: 1 Gbit/s, ranks: 2}
 """
 KNOWN = """
-import os, signal, sys
+import json, os, signal, sys
 rank, attempt = int(os.environ.get("RANK", "-1")), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+def tell(**words):  # as syncline.last_words does
+    with open(os.environ["SYNCLINE_LAST_WORDS"], "a") as file:
+        file.write(json.dumps(words) + chr(10))
+
+
 """
 
 
 def start(script, *, limits=QUICK, **said):
-    """Run ``script``, which knows its ``rank`` and ``attempt``; returns exit code, standard output and error."""
+    """Run ``script``, which knows ``rank`` and ``attempt``, and can ``tell``; returns exit code, output and error."""
     out, error = io.StringIO(), io.StringIO()
     said = said if "topology" in said else {"num_ranks": 2} | said
     command = (sys.executable, "-S", "-c", KNOWN + textwrap.dedent(script))

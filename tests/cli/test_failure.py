@@ -124,4 +124,15 @@ def test_whom_an_error_names_is_left_also_where_foreign_code_raises_its_text_alo
     raised = RuntimeError(f"Got the following error when running the callback: DeadlineError: {text}")
     monkeypatch.setattr(sys, "last_value", raised, raising=False)
     last_words._leave()
-    assert LastWords.read(path) == LastWords(ranks=(1,), text=text)
+    assert last_words.read_words(path) == {"ranks": [1], "text": text}
+
+
+def test_a_rank_that_was_killed_while_it_told_something_has_told_what_it_told_before(tmp_path, monkeypatch):
+    path = tmp_path / "words"
+    monkeypatch.setenv(LAST_WORDS, str(path))
+    assert last_words.read_words(path) == {}
+    last_words.tell(met=True, number=3)
+    last_words.tell(number=4)
+    with path.open("a") as file:
+        file.write('{"ranks": [1], "te')
+    assert last_words.read_words(path) == {"met": True, "number": 4}

@@ -77,10 +77,10 @@ def test_survivors_of_an_elastic_job_go_on_and_a_restarted_rank_is_told_whom_to_
         assert os.environ["SYNCLINE_ELASTIC"] == "on" and os.environ["SYNCLINE_MIN_RANKS"] == "1"
         if "SYNCLINE_JOIN" in os.environ:
             assert not {{"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}} & os.environ.keys()
-            open(os.environ["SYNCLINE_LAST_WORDS"].replace(".json", ".number"), "w").write("2")  # it is in
+            tell(met=True, number=2)  # it is in
             open({joined!r}, "w").write(os.environ["SYNCLINE_JOIN"])
         elif os.environ["RANK"] == "1":
-            open(os.environ["SYNCLINE_LAST_WORDS"].replace(".json", ".met"), "w").close()
+            tell(met=True)
             os.kill(os.getpid(), 9)
         else:
             came = open({joined!r}).read() if {restarts.count} else "nobody"
@@ -124,19 +124,16 @@ def test_a_rank_that_came_back_has_its_number_in_its_lines_and_the_report_leads_
     left = str(tmp_path / "left")
     code, out, error = start(
         f"""
-        import json
-        words = os.environ["SYNCLINE_LAST_WORDS"]
         if "SYNCLINE_JOIN" in os.environ:
-            with open(words.replace(".json", ".number"), "w") as number:  # rank 0 ends when this one is in
-                number.write("2")
+            tell(met=True, number=2)  # rank 0 ends when this one is in
             open({left!r}).read()
             print("is in", flush=True)
             sys.exit()
         if os.environ["RANK"] == "1":
-            open(words.replace(".json", ".met"), "w").close()
+            tell(met=True)
             os.kill(os.getpid(), 9)
         open({left!r}, "w").write("come in")
-        open(words, "w").write(json.dumps({{"ranks": [2], "text": "rank 2 (host a1) left after 3 steps"}}))
+        tell(ranks=[2], text="rank 2 (host a1) left after 3 steps")
         sys.exit("DeadlineError: rank 2 (host a1) left after 3 steps")
         """,
         restarts=RestartLimits(count=1, first_pause_s=0.01),
@@ -158,7 +155,7 @@ def test_a_newcomer_that_still_waits_when_the_job_has_ended_well_is_ended_with_i
             open(waits, "w").write("waits")
             signal.pause()
         elif os.environ["RANK"] == "1":
-            open(os.environ["SYNCLINE_LAST_WORDS"].replace(".json", ".met"), "w").close()
+            tell(met=True)
             os.kill(os.getpid(), 9)
         else:
             open(waits).read()
@@ -197,7 +194,7 @@ def test_ranks_of_a_machine_that_were_all_killed_join_at_the_masters_machine_and
     script = """
     print(attempt, os.environ.get("SYNCLINE_JOIN", "meets"), flush=True)
     if attempt == 0:
-        open(os.environ["SYNCLINE_LAST_WORDS"].replace(".json", ".met"), "w").close()
+        tell(met=True)
         os.kill(os.getpid(), 9)
     if attempt == 1: sys.exit(3)
     """

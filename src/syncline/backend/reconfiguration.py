@@ -26,7 +26,7 @@ from syncline.backend.group_state import GroupState
 from syncline.backend.group_streams import GroupStreams
 from syncline.errors import ConfigurationError
 from syncline.fabric.slice_executor import NUM_STREAMS
-from syncline.last_words import tell_goes_on
+from syncline.last_words import tell
 from syncline.members import LOSSES, Elastic
 from syncline.members.job_record import NO_FLAGS, Flags
 from syncline.pytorch.connecting import with_address
@@ -372,7 +372,7 @@ def _begin(options: BackendOptions, elastic: Elastic | None) -> WorldGrowth:
         assert fleet.growth is not None, "every fleet that is opened may grow"
         world = WorldGrowth(fleet, fleet.growth, Elastic.choose(elastic) or Elastic(), environment)
         fleet.growth.begin(world)
-        tell_goes_on()
+        tell(goes_on=True)
     except BaseException as error:
         fleet.error_in_flight = error
         fleet.close(is_failing=True)

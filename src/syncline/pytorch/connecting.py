@@ -27,7 +27,7 @@ from syncline.fabric.lending import NO_NETWORK, find_network
 from syncline.fabric.rendezvous import Member
 from syncline.fabric.shared_port import lending
 from syncline.fabric.sockets import resolve_address
-from syncline.last_words import leave_at_exit, tell_met
+from syncline.last_words import leave_at_exit, tell
 from syncline.observe import Trace, tell_if_long
 from syncline.pytorch.environment import FLAT, MEASURE, Environment, address_of
 from syncline.pytorch.secret import user_secret
@@ -124,7 +124,7 @@ def _connect(environment: Environment, open_store: Callable[[Environment], Store
             communicator.sum_bytes(communicator.token, label="start")
         _tell_untold(communicator, chosen)
         if not environment.join:
-            tell_met()  # from here on, who dies comes in as a newcomer
+            tell(met=True)  # from here on, who dies comes in as a newcomer
         if folder := process_variables().get(FLIGHT):
             communicator.write_flight(Path(folder).absolute())
     except BaseException:

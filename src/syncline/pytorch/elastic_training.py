@@ -14,7 +14,7 @@ import torch
 
 from syncline import updates
 from syncline.errors import UpdateError
-from syncline.last_words import tell_goes_on
+from syncline.last_words import tell
 from syncline.members import Elastic
 from syncline.members.job_record import NO_FLAGS, Flags
 from syncline.pytorch.epochs import FabricPlace, Recovery
@@ -167,7 +167,7 @@ def begin_elastic(
     fleet.is_elastic = settings is not None
     survives = isinstance(rule, updates.Overlapped) or (isinstance(rule, updates.Clustered) and rule.is_served)
     if settings is not None or survives:
-        tell_goes_on()
+        tell(goes_on=True)
     if settings is None:
         return None
     if fleet.recovery is None:

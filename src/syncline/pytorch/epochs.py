@@ -31,7 +31,7 @@ from syncline.arguments import Whole, checked
 from syncline.endpoints import format_endpoint
 from syncline.errors import FabricClosedError, MismatchError, UpdateError, escape_text, name_ranks
 from syncline.fabric.slice_executor import NUM_STREAMS
-from syncline.last_words import tell_number
+from syncline.last_words import tell
 from syncline.members import (
     LOSSES,
     Elastic,
@@ -583,7 +583,7 @@ class FleetGrowth:
         self._num_old = num_old
         self._epoch, self._numbers = fleet.epoch, fleet.numbers
         if is_newcomer:
-            tell_number(job.numbers[rank])
+            tell(met=True, number=job.numbers[rank])
         self._open(job)
         self._transfer(growing, job, num_old)
         growing.resume()

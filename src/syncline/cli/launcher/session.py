@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from syncline.cli.launcher.environment import JOIN, RESTART_COUNT, without_place
 from syncline.cli.launcher.failure import describe_ending, describe_failures, describe_first, describe_restarts, fate_of
@@ -48,8 +48,8 @@ from syncline.cli.launcher.supervisor import (
     TimePassed,
 )
 from syncline.cli.launcher.terminal import Terminal, colour_of
-from syncline.errors import LaunchError
-from syncline.last_words import LAST_WORDS, LastWords, goes_on_file, met_file, number_file, read_number
+from syncline.errors import LaunchError, escape_text
+from syncline.last_words import LAST_WORDS, LastWords, read_words
 from syncline.runtime.live import render
 
 READ_BYTES = 1 << 16
@@ -288,9 +288,7 @@ class Runner:
         job, rank = self._session.job, process.rank
         environment = dict(self._session.environments[rank])
         environment[RESTART_COUNT] = str(self._attempt + self._supervisor.num_restarts)
-        words = self._last_words_file(rank)
-        for path in (words, number_file(words), met_file(words), goes_on_file(words)):  # of an earlier process
-            path.unlink(missing_ok=True)
+        self._last_words_file(rank).unlink(missing_ok=True)  # of an earlier process
         self._labels[rank] = self._session.labels[rank]
         if door or JOIN in environment:
             self._newcomers.add(rank)
@@ -349,8 +347,8 @@ class Runner:
         for newcomer in tuple(self._newcomers):  # one that wrote nothing may have come in too
             self._learn_number(newcomer)
         self._words.pop(rank, None)
-        if words := LastWords.read(self._last_words_file(rank)):
-            self._words[rank] = words
+        if "text" in (told := self._told_by(rank)):
+            self._words[rank] = LastWords(ranks=tuple(told["ranks"]), text=escape_text(told["text"]))
         self.handle(RankExited(rank=rank, exit=how, outside=frozenset(self._newcomers)))
 
     def handle(self, event: Event) -> None:
@@ -377,7 +375,7 @@ class Runner:
 
     def _has_met(self, *ranks: int) -> bool:
         """Whether one of these has met the others, so that who starts again comes in; else its old place is free."""
-        return self._joins or any(met_file(self._last_words_file(rank)).exists() for rank in ranks)
+        return self._joins or any("met" in self._told_by(rank) for rank in ranks)
 
     def _announce(self, announcement: Announce) -> None:
         if announcement.rank is None:
@@ -390,7 +388,7 @@ class Runner:
             num_living=len(living),
             grace_s=self._session.limits.grace_s,
             pause_s=announcement.pause_s,
-            would_go_on=any(goes_on_file(self._last_words_file(rank)).exists() for rank in living),
+            would_go_on=any("goes_on" in self._told_by(rank) for rank in living),
         )
         self._terminal.say(words, is_error=True)
 
@@ -418,9 +416,12 @@ class Runner:
     def _last_words_file(self, rank: int) -> Path:
         return Path(self._session.environments[rank][LAST_WORDS])
 
+    def _told_by(self, rank: int) -> Mapping[str, Any]:
+        return read_words(self._last_words_file(rank))
+
     def _learn_number(self, rank: int) -> None:
         """Let the rank's lines, and the report, carry the number by which errors call it once it has come in."""
-        if rank not in self._newcomers or (number := read_number(self._last_words_file(rank))) is None:
+        if rank not in self._newcomers or (number := self._told_by(rank).get("number")) is None:
             return
         self._newcomers.discard(rank)
         self._rank_of[number] = rank
