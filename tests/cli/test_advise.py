@@ -102,7 +102,7 @@ def test_what_is_reduced_hides_under_the_backward_pass_until_the_last_bucket():
     slow, fast = (advice_on(pair, compute_s=each, num_bytes=(MIB, MIB)) for each in compute_s.values())
     assert row_of(slow, "AllReduce()").exposed_s == pytest.approx(whole_s - compute_s["links"] / 3)
     assert row_of(fast, "AllReduce()").exposed_s == pytest.approx(whole_s / 2)
-    halves = plan_step(pair, 2 * MIB, "balanced").results[0].prediction
+    halves = plan_step(pair, 2 * MIB, "balanced").candidates[0][1]
     expected_s = halves.reduce_scatter.time_s / 2 + halves.all_gather.time_s
     assert row_of(fast, "Sharded()").exposed_s == pytest.approx(expected_s)
     many = advice_on(pair, compute_s=8 * compute_s["computing"], num_bytes=(2 * MIB,) * 8)
@@ -127,7 +127,7 @@ def in_turn_s(num_bytes, forward_s, reduce_s, gather_s):
 @pytest.mark.parametrize("name", ["flat-8", "two-racks-5-3", "demo-1-3"])
 def test_what_the_next_forward_pass_waits_for_comes_after_all_gradients(name, compute_s):
     advice = advice_on(name, compute_s=compute_s, num_bytes=(MIB, 2 * MIB, 4 * MIB, 2 * MIB))
-    step = plan_step(advice.topology, sum(advice.num_bytes), "balanced").results[0].prediction
+    step = plan_step(advice.topology, sum(advice.num_bytes), "balanced").candidates[0][1]
     halves_s = step.reduce_scatter.time_s, step.all_gather.time_s
     in_turn = in_turn_s(advice.num_bytes, advice.forward_s, *halves_s)
     begun_s = Plans(advice.topology, slice_bytes=None).inflight_bytes / sum(advice.num_bytes) * halves_s[1]

@@ -134,7 +134,7 @@ def test_more_ranks_than_a_job_may_have_are_planned_in_outline_and_it_is_said_ho
     step = plan_step(topology, NUM_BYTES, "balanced")
     assert "of 4,800 ranks stand" in step.proof
     assert max(step.shares) <= 1.26 / 4800
-    assert step.bound_s <= step.results[0].prediction.time_s
+    assert step.bound_s <= step.candidates[0][1].time_s
     console = Console(record=True, width=100)
     show(found, console)
     text = console.export_text()

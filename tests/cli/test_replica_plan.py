@@ -31,7 +31,7 @@ def test_none_is_the_plain_step():
     none = plan_replicas(RACKS, NUM_BYTES, "auto").results["none"]
     plain = plan_step(RACKS, NUM_BYTES, "balanced")
     assert none.shares == plain.shares
-    assert none.within.time_s + none.after.time_s == plain.results[0].prediction.time_s
+    assert none.within.time_s + none.after.time_s == plain.candidates[0][1].time_s
 
 
 def test_each_replica_owns_everything_once():

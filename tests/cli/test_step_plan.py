@@ -20,17 +20,17 @@ def test_the_winner_is_what_the_library_plans(name):
     topology = Topology.load(name)
     found, step = plan_step(topology, NUM_BYTES, "balanced"), plan_sharded_step(topology, NUM_BYTES)
     assert found.shares == step.shares
-    assert found.results[0].prediction == predict_sharded_step(step, topology, NUM_BYTES)
+    assert found.candidates[0][1] == predict_sharded_step(step, topology, NUM_BYTES)
     assert found.bound_s == sharded_step_bound(topology, NUM_BYTES) <= found.capped_bound_s * (1 + 1e-6)
-    assert min(result.prediction.time_s for result in found.results) >= found.bound_s
+    assert min(prediction.time_s for _, prediction in found.candidates) >= found.bound_s
 
 
 def test_the_tables_show_every_candidate_and_every_host():
     found = plan_step(Topology.load("deep-asymmetric"), NUM_BYTES, "fastest")
     cells = [list(column.cells) for column in candidate_table(found).columns]
-    assert [name.split()[0] for name in cells[0]] == [result.planner for result in found.results]
+    assert [name.split()[0] for name in cells[0]] == [scatter.planner for (scatter, _), _ in found.candidates]
     assert [name for name in cells[0] if "wins" in name] == [cells[0][0]]
-    assert float(cells[4][0]) == pytest.approx(found.results[0].prediction.time_s / found.bound_s, abs=0.01)
+    assert float(cells[4][0]) == pytest.approx(found.candidates[0][1].time_s / found.bound_s, abs=0.01)
     hosts = list(share_table(found).columns[0].cells)
     assert hosts[0].startswith("h0")
     assert hosts[-1].endswith(("h8", "(2)"))
@@ -39,9 +39,9 @@ def test_the_tables_show_every_candidate_and_every_host():
 def test_what_each_cap_costs_is_shown():
     found = plan_step(Topology.load("demo-1-3"), NUM_BYTES, parse_portions("1.25"))
     assert max(found.shares) <= 1.25 / 4 + 1e-4
-    caps = {result.cap: result for result in found.caps}
+    caps = {cap: prediction for cap, (_, prediction) in found.caps}
     assert list(caps) == [1.0, 1.25, 2.0, None]
-    assert caps[1.25].time_s == found.results[0].prediction.time_s
+    assert caps[1.25].time_s == found.candidates[0][1].time_s
     assert caps[1.0].time_s >= caps[1.25].time_s > caps[2.0].time_s
     rows = list(zip(*(column.cells for column in cap_table(found).columns), strict=True))
     assert [row[0] for row in rows] == ["1", "1.25", "2", "fastest"]

@@ -6,8 +6,8 @@ With ``--replicate``: what each choice of replicas moves when, and who owns it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count, groupby
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from syncline.schedule.outline import Outline
 from syncline.schedule.replicas import Replicas, Replicate, find_replicas, levels_of
 from syncline.schedule.replicated_step import ReplicaStep, choose_replicas, draft_replicas
 from syncline.schedule.spares import Apart, draft_with_spares, spare_shares
-from syncline.schedule.step_candidates import BALANCED, MANY_RANKS, Cap, compare_caps
+from syncline.schedule.step_candidates import BALANCED, MANY_RANKS, Candidate, Cap, compare_caps
 from syncline.schedule.verifier import verify_outline
 from syncline.topology import Topology
 from syncline.units import format_duration, format_size
@@ -36,18 +36,6 @@ CAPS = (1.0, 1.25, 2.0, None)
 """Of which it is shown what each costs; None is no cap."""
 MAX_ROWS = 48
 """Of the table of shares; --json has all ranks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """One candidate in figures."""
-
-    planner: str
-    prediction: StepPrediction
-    num_atoms: int
-    num_steps: int
-    num_messages: int
-    most_owned: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +58,6 @@ class SparePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CapResult:
-    """What the fastest step costs where no rank owns more than ``cap`` times its equal share."""
-
-    cap: float | None
-    time_s: float
-    most_owned: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What was compared for a sharded step, the chosen one first, and the share of each rank in that one."""
 
@@ -91,18 +70,20 @@ class StepPlan:
     shares: tuple[float, ...]
     proof: str
     """How the chosen one is verified."""
-    results: tuple[StepResult, ...]
-    caps: tuple[CapResult, ...]
+    candidates: Sequence[Candidate]
+    caps: Sequence[tuple[Cap | None, Candidate]]
+    """The fastest step where no rank owns more than so many equal shares."""
     spares: SparePlan | None = None
 
     @property
     def overlap_pays(self) -> bool:
         """Whether it is worth it to update each bucket in the backward pass, as soon as it is reduced."""
-        prediction = self.results[0].prediction
+        _, prediction = self.candidates[0]
         return prediction.overlapped_s <= PAYS_FROM * prediction.time_s
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain values."""
+        planners = [_candidate_json(candidate, self.bound_s) for candidate in self.candidates]
         return {
             "topology": self.topology.name,
             "num_ranks": self.topology.num_ranks,
@@ -113,11 +94,14 @@ class StepPlan:
             "capped_bound_s": self.capped_bound_s,
             "shares": list(self.shares),
             "step_in_backward_pays": self.overlap_pays,
-            "winner": self.results[0].planner,
+            "winner": planners[0]["planner"],
             "verified": self.proof,
             "spares": self.spares.to_json() if self.spares is not None else None,
-            "planners": [_result_json(result, self.bound_s) for result in self.results],
-            "caps": [asdict(result) for result in self.caps],
+            "planners": planners,
+            "caps": [
+                {"cap": cap, "time_s": prediction.time_s, "most_owned": max(scatter.shares)}
+                for cap, ((scatter, _), prediction) in self.caps
+            ],
         }
 
 
@@ -171,43 +155,30 @@ def plan_step(topology: Topology, num_bytes: int, portions: Portions, *, spares:
         shares=shares,
         proof=prove(scatter, gather),
         spares=of_spares,
-        caps=tuple(
-            CapResult(cap=cap, time_s=prediction.time_s, most_owned=max(scatter.shares))
-            for cap, ((scatter, _), prediction) in compare_caps(topology, num_bytes, caps, slice_bytes, known=known)
-        ),
-        results=tuple(
-            StepResult(
-                planner=scatter.planner,
-                prediction=prediction,
-                num_atoms=scatter.num_atoms,
-                num_steps=scatter.num_steps + gather.num_steps,
-                num_messages=scatter.num_messages + gather.num_messages,
-                most_owned=max(scatter.shares),
-            )
-            for (scatter, gather), prediction in candidates
-        ),
+        caps=compare_caps(topology, num_bytes, caps, slice_bytes, known=known),
+        candidates=candidates,
     )
 
 
-def _result_json(result: StepResult, bound_s: float) -> dict[str, Any]:
-    prediction = result.prediction
+def _candidate_json(candidate: Candidate, bound_s: float) -> dict[str, Any]:
+    (scatter, gather), prediction = candidate
     return {
-        "planner": result.planner,
+        "planner": scatter.planner,
         "reduce_scatter_s": prediction.reduce_scatter.time_s,
         "all_gather_s": prediction.all_gather.time_s,
         "time_s": prediction.time_s,
         "overlapped_s": prediction.overlapped_s,
         "ratio": prediction.time_s / bound_s if bound_s > 0 else None,
-        "num_atoms": result.num_atoms,
-        "num_steps": result.num_steps,
-        "num_messages": result.num_messages,
-        "most_owned": result.most_owned,
+        "num_atoms": scatter.num_atoms,
+        "num_steps": scatter.num_steps + gather.num_steps,
+        "num_messages": scatter.num_messages + gather.num_messages,
+        "most_owned": max(scatter.shares),
     }
 
 
 def show_step(plan: StepPlan, console: Console) -> None:
     """Print the candidates, who owns what, and when both directions at once pay."""
-    first = plan.results[0].prediction
+    (winner, _), first = plan.candidates[0]
     size, bounds = format_size(plan.num_bytes), (format_duration(plan.bound_s), format_duration(plan.capped_bound_s))
     most = _percent(max(plan.shares), plan)
     limit = f"can take no less than [bold]{bounds[0]}[/], or {bounds[1]} where nobody owns more than {most}"
@@ -216,7 +187,7 @@ def show_step(plan: StepPlan, console: Console) -> None:
         f"reduce-scatter (RS) and then an all-gather (AG) {limit if plan.bound_s else 'are limited by no link'}\n"
     )
     console.print(candidate_table(plan))
-    console.print(f"{plan.results[0].planner} is verified {plan.proof}\n")
+    console.print(f"{winner.planner} is verified {plan.proof}\n")
     console.print(share_table(plan))
     console.print(cap_table(plan))
     if plan.spares is not None:
@@ -236,15 +207,15 @@ def candidate_table(plan: StepPlan) -> Table:
     """Lay out one row for each candidate, the winner first."""
     headings = ("planner", "RS", "AG", "both", "x bound", "messages", "most owned")
     table = new_table(*headings, no_wrap=True, padding=(0, 1, 0, 0))
-    for result in plan.results:
-        prediction, is_winner = result.prediction, result is plan.results[0]
+    for (scatter, gather), prediction in plan.candidates:
+        is_winner = prediction is plan.candidates[0][1]
         halves = (prediction.reduce_scatter.time_s, prediction.all_gather.time_s, prediction.time_s)
         table.add_row(
-            f"{result.planner}{' (wins)' if is_winner else ''}",
+            f"{scatter.planner}{' (wins)' if is_winner else ''}",
             *(format_duration(seconds) for seconds in halves),
             f"{prediction.time_s / plan.bound_s:.2f}" if plan.bound_s > 0 else "-",
-            f"{result.num_messages:,}",
-            _percent(result.most_owned, plan),
+            f"{scatter.num_messages + gather.num_messages:,}",
+            _percent(max(scatter.shares), plan),
             style="bold green" if is_winner else "",
         )
     return table
@@ -255,11 +226,11 @@ def cap_table(plan: StepPlan) -> Table:
     caption = f"a cap is in equal shares; balanced portions keep to {BALANCED:g} where that costs up to 10 %"
     headings = ("portions", "both", "longer by", "most owned")
     table = new_table(*headings, title="What caps cost", caption=caption)
-    least_s = min(result.time_s for result in plan.caps)
-    for result in plan.caps:
-        name = "fastest" if result.cap is None else f"{result.cap:g}"
-        longer = f"{result.time_s / least_s - 1:.1%}" if least_s else "-"
-        table.add_row(name, format_duration(result.time_s), longer, _percent(result.most_owned, plan))
+    least_s = min(prediction.time_s for _, (_, prediction) in plan.caps)
+    for cap, ((scatter, _), prediction) in plan.caps:
+        name = "fastest" if cap is None else f"{cap:g}"
+        longer = f"{prediction.time_s / least_s - 1:.1%}" if least_s else "-"
+        table.add_row(name, format_duration(prediction.time_s), longer, _percent(max(scatter.shares), plan))
     return table
 
 
