@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,65 +43,22 @@ _JOB_OPTIONS = {
     ),
 }
 """By the field of a :class:`Request`."""
-
-
-PERIOD_S = RestartLimits().period_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RestartOptions:
-    """What was said of losses."""
-
-    keep_going: Annotated[
-        bool,
-        typer.Option("--keep-going", help="If a rank fails, let the others go on, as Clustered and Overlapped can."),
-    ] = False
-    restarts: Annotated[
-        int, typer.Option("--restarts", metavar="N", help="Start again what died, this often in the period.")
-    ] = 0
-    restart_period: Annotated[
-        float, typer.Option("--restart-period", metavar="S", help="After so many seconds a restart is forgotten.")
-    ] = PERIOD_S
-    elastic: Annotated[
-        bool, typer.Option("--elastic", help="Let the job go on without lost ranks; a restarted one joins it again.")
-    ] = False
-    min_ranks: Annotated[
-        int | None,
-        typer.Option("--min-ranks", metavar="N", help="With --elastic: stop with fewer.", show_default=False),
-    ] = None
-    join: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Join a running elastic job, at any of its ranks.", show_default=False),
-    ] = None
-    join_port: Annotated[
-        int | None,
-        typer.Option(
-            metavar="PORT", help="With --elastic: where a machine's first rank lets others in.", show_default=False
-        ),
-    ] = None
-
-    def limits(self) -> Limits:
-        """Return how long survivors of a failure may go on, as long as the job is not elastic."""
-        return Limits(grace_s=math.inf) if self.keep_going else Limits()
-
-    def restart_limits(self) -> RestartLimits:
-        """Return how often what died is started again."""
-        return RestartLimits(count=self.restarts, period_s=self.restart_period)
-
-    def elasticity(self) -> Elasticity | None:
-        """Return what was said of an elastic job; None if it is none."""
-        is_elastic = self.elastic or self.join is not None
-        for name, value in (("--min-ranks", self.min_ranks), ("--join-port", self.join_port)):
-            if value is not None and not is_elastic:
-                raise ConfigurationError(f"{name} {value} is said of an elastic job; add --elastic")
-        if not is_elastic:
-            return None
-        min_ranks = 1 if self.min_ranks is None else self.min_ranks
-        return Elasticity(min_ranks=min_ranks, join=self.join, join_port=self.join_port)
+_RESTART_OPTIONS = {
+    "count": typer.Option("--restarts", metavar="N", help="Start again what died, this often in the period."),
+    "period_s": typer.Option("--restart-period", metavar="S", help="After so many seconds a restart is forgotten."),
+}
+"""By the field of :class:`RestartLimits`."""
+_ELASTIC_OPTIONS = {
+    "min_ranks": _UNSHOWN(metavar="N", help="With --elastic: stop with fewer."),
+    "join": _UNSHOWN(metavar="HOST:PORT", help="Join a running elastic job, at any of its ranks."),
+    "join_port": _UNSHOWN(metavar="PORT", help="With --elastic: where a machine's first rank lets others in."),
+}
+"""By the field of :class:`Elasticity`."""
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
-@spread(_RestartOptions, into="losses")
+@spread(options_of(Elasticity, _ELASTIC_OPTIONS), into="elasticity")
+@spread(options_of(RestartLimits, _RESTART_OPTIONS), into="restarts")
 @spread(options_of(Request, _JOB_OPTIONS), into="job")
 def run(
     script: Annotated[
@@ -110,9 +67,17 @@ def run(
     args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments.", show_default=False)] = None,
     *,
     job: dict[str, Any],
-    losses: _RestartOptions,
+    restarts: dict[str, Any],
+    elasticity: dict[str, Any],
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as python -m has it.")] = False,
     no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program of its own.")] = False,
+    keep_going: Annotated[
+        bool,
+        typer.Option("--keep-going", help="If a rank fails, let the others go on, as Clustered and Overlapped can."),
+    ] = False,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="Let the job go on without lost ranks; a restarted one joins it again.")
+    ] = False,
 ) -> None:
     """Start this host's ranks of a training script, and end them together.
 
@@ -131,12 +96,22 @@ def run(
     """
     request = Request(
         command=build_command(script, tuple(args or ()), is_module=module, is_program=no_python),
-        limits=losses.limits(),
-        restarts=losses.restart_limits(),
-        elastic=losses.elasticity(),
+        limits=Limits(grace_s=math.inf) if keep_going else Limits(),
+        restarts=RestartLimits(**restarts),
+        elastic=build_elasticity(elasticity, is_elastic=elastic),
         **job,
     )
     raise typer.Exit(launch(request))
+
+
+def build_elasticity(said: Mapping[str, Any], *, is_elastic: bool) -> Elasticity | None:
+    """Return what was said of an elastic job; None if it is none."""
+    if is_elastic or said["join"] is not None:
+        return Elasticity(**said)
+    for name, value in said.items():
+        if value is not None:
+            raise ConfigurationError(f"--{name.replace('_', '-')} {value} is said of an elastic job; add --elastic")
+    return None
 
 
 def build_command(script: str, args: tuple[str, ...], *, is_module: bool, is_program: bool) -> tuple[str, ...]:

@@ -106,14 +106,15 @@ def _set_or_clear(environment: dict[str, str], name: str, value: object | None) 
 class Elasticity:
     """What the user said of an elastic job."""
 
-    min_ranks: int = 1
+    min_ranks: int | None = None
+    """With how many ranks the job goes on, at least; with any number if nobody says."""
     join: str | None = None
     """Where a member of a running job listens, for ranks that join it."""
     join_port: int | None = None
     """Where the first rank of each machine lets newcomers in, the second on the next port, and so on."""
 
     def __post_init__(self) -> None:
-        if self.min_ranks < 1:
+        if self.min_ranks is not None and self.min_ranks < 1:
             raise ConfigurationError(f"--min-ranks must be 1 or more, not {self.min_ranks}")
         if self.join_port is not None and not 0 < self.join_port <= MAX_PORT:
             raise ConfigurationError(f"--join-port must be from 1 to {MAX_PORT}, not {self.join_port}")
@@ -138,7 +139,7 @@ class _Doors:
             return {}
         told = {
             "SYNCLINE_ELASTIC": "on",
-            "SYNCLINE_MIN_RANKS": str(self.elastic.min_ranks),
+            "SYNCLINE_MIN_RANKS": str(self.elastic.min_ranks or 1),
             JOIN_PORT: str(self.ports[rank]),
         }
         return told if self.join is None else told | {JOIN: self.join}
@@ -148,7 +149,7 @@ class _Doors:
         if self.elastic is None:
             return limits
         # of a job that has ranks elsewhere too, nobody here knows how many are left
-        min_ranks = self.elastic.min_ranks if self.is_whole else 1
+        min_ranks = (self.elastic.min_ranks or 1) if self.is_whole else 1
         return replace(limits, grace_s=math.inf, rejoins=restarts, min_ranks=min_ranks, is_whole=self.is_whole)
 
 
