@@ -64,12 +64,6 @@ def test_peers_are_all_or_named_or_none():
         choose_peers("collectives", ("ddp",))
 
 
-@pytest.mark.parametrize("wrong", [{"num_rounds": 0}, {"num_warm_ups": -1}, {"budget_s": 0.0}])
-def test_a_pace_without_rounds_is_refused(wrong):
-    with pytest.raises(ConfigurationError, match=r"at least 1 round|more than 0 s"):
-        Pace(**wrong)
-
-
 def test_a_task_that_measures_nothing_is_refused():
     with pytest.raises(ConfigurationError, match="at least"):
         Task(experiment="collectives", sizes_bytes=(3,))
@@ -84,7 +78,7 @@ def run_at(pace, elapsed_s):
 
 
 def test_a_fast_method_gets_all_rounds_and_a_slow_one_three():
-    pace = Pace(num_rounds=5, num_warm_ups=2, budget_s=60)
+    pace = Pace(num_rounds=5, num_warm_ups=2)
     assert run_at(pace, 1.0) == (2, [0.5] * 5)
     assert run_at(pace, 12.0) == (2, [6.0] * 3)
     assert run_at(pace, 16.0) == (1, [8.0] * 3)

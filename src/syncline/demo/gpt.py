@@ -150,7 +150,6 @@ class Corpus:
 
     training: Tensor
     validation: Tensor
-    num_files: int
 
     def batch(self, *, num_sequences: int, context_length: int, seed: int) -> tuple[Tensor, Tensor]:
         """Random windows of the training text: inputs and the bytes that follow, both (sequences, context) of int64.
@@ -177,11 +176,7 @@ def load_corpus(folder: Path | None = None) -> Corpus:
     for path in source_files(folder):
         digest = hashlib.sha256(path.relative_to(folder).as_posix().encode()).digest()
         parts[digest[0] < NUM_VALIDATION_PER_256].append(path.read_bytes())
-    return Corpus(
-        training=_tensor(parts[False]),
-        validation=_tensor(parts[True]),
-        num_files=sum(len(files) for files in parts.values()),
-    )
+    return Corpus(training=_tensor(parts[False]), validation=_tensor(parts[True]))
 
 
 def source_files(folder: Path) -> list[Path]:
