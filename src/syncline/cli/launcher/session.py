@@ -33,19 +33,15 @@ from syncline.cli.launcher.failure import describe_ending, describe_failures, de
 from syncline.cli.launcher.job import Job, RankProcess
 from syncline.cli.launcher.supervisor import (
     Announce,
-    Event,
     Exit,
     Failure,
     Instruction,
     Limits,
-    RankExited,
     RestartBudget,
     RestartLimits,
     SendSignal,
-    Signalled,
     StartAgain,
     Supervisor,
-    TimePassed,
 )
 from syncline.cli.launcher.terminal import Terminal, colour_of
 from syncline.errors import LaunchError, escape_text
@@ -335,7 +331,7 @@ class Runner:
         if stream.read(self._loop.time()) == b"":
             self._loop.remove_reader(stream.descriptor)  # its end; the rank's exit closes it
         if self._terminal.is_broken:
-            self.handle(Signalled(signal_number=signal.SIGPIPE))
+            self.on_signal(signal.SIGPIPE)
 
     def _on_exit(self, rank: int) -> None:
         handle = self.handles.pop(rank)
@@ -349,16 +345,22 @@ class Runner:
         self._words.pop(rank, None)
         if "text" in (told := self._told_by(rank)):
             self._words[rank] = LastWords(ranks=tuple(told["ranks"]), text=escape_text(told["text"]))
-        self.handle(RankExited(rank=rank, exit=how, outside=frozenset(self._newcomers)))
+        self._do(self._supervisor.on_exit(rank, how, self._loop.time(), outside=frozenset(self._newcomers)))
 
-    def handle(self, event: Event) -> None:
-        """Do what the supervisor makes of ``event``."""
-        for instruction in self._supervisor.handle(event, self._loop.time()):
+    def on_signal(self, number: int) -> None:
+        """Do what the supervisor makes of a signal that the launcher got."""
+        self._do(self._supervisor.on_signal(number, self._loop.time()))
+
+    def _on_time(self) -> None:
+        self._do(self._supervisor.on_time(self._loop.time()))
+
+    def _do(self, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
             self._follow(instruction)
         if self._timer is not None:
             self._timer.cancel()
         wake_at_s = self._supervisor.wake_at_s
-        self._timer = None if wake_at_s is None else self._loop.call_at(wake_at_s, self.handle, TimePassed())
+        self._timer = None if wake_at_s is None else self._loop.call_at(wake_at_s, self._on_time)
         if self._supervisor.is_finished:
             self._finished.set()
 
@@ -503,10 +505,10 @@ class _Attempts:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Turn signals into events; exec resets them to the default actions for the ranks."""
+        """Hand signals on to the attempt; exec resets them to the default actions for the ranks."""
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
         for number in numbers:
-            self._loop.add_signal_handler(number, self._handle, Signalled(signal_number=number))
+            self._loop.add_signal_handler(number, self._on_signal, number)
         yield
         for number in numbers:
             self._loop.remove_signal_handler(number)
@@ -538,11 +540,11 @@ class _Attempts:
             self._terminal.say(words, is_error=code != 0)
         return code
 
-    def _handle(self, event: Signalled) -> None:
+    def _on_signal(self, number: int) -> None:
         if self._runner is not None:
-            self._runner.handle(event)
-        elif event.signal_number != signal.SIGUSR2 and not self._told_to_end.done():
-            self._told_to_end.set_result(event.signal_number)
+            self._runner.on_signal(number)
+        elif number != signal.SIGUSR2 and not self._told_to_end.done():
+            self._told_to_end.set_result(number)
 
     def _announce(self, pause_s: float, *, joins: bool) -> None:
         ranks = "all ranks" if self._session.job.is_whole else "the ranks of this machine"

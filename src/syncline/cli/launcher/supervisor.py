@@ -129,34 +129,6 @@ class Exit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankExited:
-    """Event: a rank's process is over, and its output has been read to the end."""
-
-    rank: int
-    exit: Exit
-    outside: frozenset[int] = frozenset()
-    """Of all ranks, those that were started to join the others and have not come in."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Signalled:
-    """Event: the launcher got a signal, as the user pressed Ctrl-C, for one; SIGPIPE: nobody reads its output any more.
-
-    SIGUSR2 ends nothing by itself: the ranks are to have it.
-    """
-
-    signal_number: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimePassed:
-    """Event: the time in ``wake_at_s`` has come."""
-
-
-Event = RankExited | Signalled | TimePassed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SendSignal:
     """Instruction: send a signal to a rank's process group."""
 
@@ -225,7 +197,7 @@ class Supervisor:
 
     @property
     def wake_at_s(self) -> float | None:
-        """When :class:`TimePassed` should be handled, if at all."""
+        """When :meth:`on_time` should be called, if at all."""
         times_s = [*self._pausing.values(), *(at_s for at_s, _ in self._due)]
         return min(times_s) if times_s and self.living else None
 
@@ -253,36 +225,34 @@ class Supervisor:
             return 0
         return self.failures[0].exit.shell_code if self.failures else 0
 
-    def handle(self, event: Event, now_s: float) -> tuple[Instruction, ...]:
-        """Decide what to do about ``event``."""
-        if isinstance(event, RankExited):
-            return self._on_exit(event, now_s)
-        if isinstance(event, Signalled):
-            return self._on_signal(event.signal_number, now_s)
-        return self._on_time(now_s)
+    def on_exit(
+        self, rank: int, how: Exit, now_s: float, *, outside: frozenset[int] = frozenset()
+    ) -> tuple[Instruction, ...]:
+        """Decide what to do when a rank's process is over, and its output has been read to the end.
 
-    def _on_exit(self, event: RankExited, now_s: float) -> tuple[Instruction, ...]:
-        self.living.discard(event.rank)
-        is_outside = event.rank in event.outside
-        if not (event.exit.is_success and is_outside and event.rank in self._exits):  # else its failure stands
-            self._exits[event.rank] = event.exit
+        ``outside``: of all ranks, those that were started to join the others and have not come in.
+        """
+        self.living.discard(rank)
+        is_outside = rank in outside
+        if not (how.is_success and is_outside and rank in self._exits):  # else its failure stands
+            self._exits[rank] = how
         told: tuple[Instruction, ...] = ()
-        if not event.exit.is_success:
-            ran_s = 0.0 if is_outside else now_s - self._began_s[event.rank]
-            told = self._on_failure(event, ran_s, now_s)
-        return told + self._end_newcomers(event.outside, now_s)
+        if not how.is_success:
+            ran_s = 0.0 if is_outside else now_s - self._began_s[rank]
+            self.failures.append(Failure(rank=rank, exit=how, was_signalled=self._were_signalled))
+            can_rejoin = self._has_members(outside) and not self._were_signalled
+            told = self._on_failure(rank, ran_s, now_s, can_rejoin=can_rejoin)
+        return told + self._end_newcomers(outside, now_s)
 
-    def _on_failure(self, event: RankExited, ran_s: float, now_s: float) -> tuple[Instruction, ...]:
-        self.failures.append(Failure(rank=event.rank, exit=event.exit, was_signalled=self._were_signalled))
-        can_rejoin = self._has_members(event.outside) and not self._were_signalled
-        pause_s = self._budgets[event.rank].take(now_s, ran_s=ran_s) if can_rejoin else None
+    def _on_failure(self, rank: int, ran_s: float, now_s: float, *, can_rejoin: bool) -> tuple[Instruction, ...]:
+        pause_s = self._budgets[rank].take(now_s, ran_s=ran_s) if can_rejoin else None
         if pause_s is not None:
-            self._pausing[event.rank] = now_s + pause_s
-            return (Announce(reason="failure", rank=event.rank, pause_s=pause_s),)
+            self._pausing[rank] = now_s + pause_s
+            return (Announce(reason="failure", rank=rank, pause_s=pause_s),)
         if len(self.failures) > 1:
             return ()
         self._plan(now_s + self._limits.grace_s)
-        return (Announce(reason="failure", rank=event.rank),) if self.ended_by is None else ()
+        return (Announce(reason="failure", rank=rank),) if self.ended_by is None else ()
 
     def _has_members(self, outside: frozenset[int]) -> bool:
         return not self.living <= outside if self._limits.is_whole else bool(self.living)
@@ -295,9 +265,13 @@ class Supervisor:
             return ()
         is_over = any(how.is_success for how in self._exits.values())
         self._plan(now_s)
-        return (Announce(reason="over" if is_over else "alone"), *self._on_time(now_s))
+        return (Announce(reason="over" if is_over else "alone"), *self.on_time(now_s))
 
-    def _on_signal(self, number: int, now_s: float) -> tuple[Instruction, ...]:
+    def on_signal(self, number: int, now_s: float) -> tuple[Instruction, ...]:
+        """Decide what to do when the launcher got a signal, as the user pressed Ctrl-C, for one.
+
+        SIGPIPE: nobody reads its output any more. SIGUSR2 ends nothing by itself: the ranks are to have it.
+        """
         if number == signal.SIGUSR2:
             return tuple(SendSignal(rank=rank, signal_number=number) for rank in sorted(self.living))
         is_interrupt = number == signal.SIGINT
@@ -308,9 +282,10 @@ class Supervisor:
         self._plan(now_s + self._limits.interrupt_s * is_interrupt)
         if is_interrupt:
             return (Announce(reason="interrupt"), *self._signal_all(signal.SIGINT))
-        return (Announce(reason="termination"), *self._on_time(now_s))
+        return (Announce(reason="termination"), *self.on_time(now_s))
 
-    def _on_time(self, now_s: float) -> tuple[Instruction, ...]:
+    def on_time(self, now_s: float) -> tuple[Instruction, ...]:
+        """Decide what to do when the time in ``wake_at_s`` has come."""
         instructions: list[Instruction] = []
         while self._due and self._due[0][0] <= now_s:
             _, signal_number = self._due.pop(0)
