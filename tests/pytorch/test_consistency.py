@@ -73,7 +73,8 @@ def test_another_learning_rate(rule: UpdateRule, run_fleets: Any) -> None:
     for told, number in train(run_fleets, rule, change_rate):
         assert number == EVERY
         assert told is not None
-        assert "on rank 1 lr of parameter group 0 is 0.02, but on rank 0 lr of parameter group 0 is 0.01" in told
+        assert told.startswith("The ranks differ after 3 synchronised backward passes: rank 1: it has 'lr of parameter")
+        assert "group 0 is 0.02', rank 0 has 'lr of parameter group 0 is 0.01'" in told
         assert "let the same scheduler set them" in told
 
 
@@ -81,15 +82,18 @@ def test_a_skipped_step(run_fleets: Any) -> None:
     for told, number in train(run_fleets, AllReduce(bucket_bytes=1000), skip):
         assert number == EVERY
         assert told is not None
-        assert "the values of parameter '0.weight' (and of 5 more) on rank 1 are not those on rank 0" in told
+        assert "rank 1: it has 'parameter 0.weight: norm" in told
+        assert "rank 0 has 'parameter 0.weight: norm" in told
+        assert "(the first of 6 differences)" in told
         assert "must call step() after the same backward passes" in told
 
 
 def test_the_rank_that_differs_from_most_is_named(run_fleets: Any) -> None:
     told, _ = train(run_fleets, AllReduce(bucket_bytes=1000), skip, who=0)[0]
     assert told is not None
-    assert "on rank 0 are not those on rank 1" in told
-    assert "on rank 2" not in told
+    assert "rank 0: it has 'parameter 0.weight" in told
+    assert "rank 1 has 'parameter 0.weight" in told
+    assert "rank 2" not in told
 
 
 def test_a_loss_during_the_comparison_is_told_with_the_pass(run_fleets: Any) -> None:
@@ -114,7 +118,8 @@ def test_a_write_into_one_element(run_fleets: Any) -> None:
     for told, number in train(run_fleets, AllReduce(bucket_bytes=1000), write):
         assert number == EVERY
         assert told is not None
-        assert "the values of parameter '2.weight' on rank 1 are not those on rank 0: their norms are" in told
+        assert "rank 1: it has 'parameter 2.weight: norm" in told
+        assert "the first of" not in told
 
 
 def test_sharded_compares_what_all_have_when_parameters_are_final(run_fleets: Any) -> None:
@@ -130,7 +135,7 @@ def test_sharded_compares_what_all_have_when_parameters_are_final(run_fleets: An
     for told, number in train(run_fleets, Sharded(bucket_bytes=1000), write_always):
         assert number == EVERY
         assert told is not None
-        assert "parameter '0.bias' on rank 1" in told
+        assert "rank 1: it has 'parameter 0.bias: norm" in told
 
 
 @by_rule
@@ -183,6 +188,18 @@ def test_hyperparameters_are_compared_when_training_is_set_up(
 
     for error in run_fleets(2, body, accept=UpdateError):
         assert told in str(error)
+
+
+def test_at_the_start_too_the_rank_that_differs_from_most_is_named(run_fleets: Any) -> None:
+    models = copies(CASE.make(), 3)
+
+    def body(fleet: Fleet) -> None:
+        inner = torch.optim.SGD(models[fleet.rank].parameters(), lr=0.1 if fleet.rank else 0.2)
+        distribute(models[fleet.rank], inner, fleet=fleet)
+
+    for error in run_fleets(3, body, accept=UpdateError):
+        assert "but they differ: rank 0: it has 'lr of parameter group 0 is 0.2', rank 1 has" in str(error)
+        assert "rank 2" not in str(error)
 
 
 def test_ranks_check_at_the_same_passes(run_fleets: Any) -> None:

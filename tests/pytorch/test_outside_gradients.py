@@ -193,4 +193,4 @@ def test_ranks_whose_other_parameters_differ_are_told(rule: UpdateRule, is_froze
         return str(raised.value)
 
     for text in run_fleets(WORLD, body):
-        assert "the values of parameter '0.weight' on rank 1 are not those on rank 0" in text
+        assert "rank 1: it has 'parameter 0.weight: norm" in text

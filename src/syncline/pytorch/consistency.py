@@ -4,8 +4,8 @@ A rank that skips a ``step()``, has another learning rate, or writes into parame
 nothing fails; with ``Sharded`` each shard would follow its owner's learning rate. Therefore every ``check_every``
 synchronised backward passes each rank tells three checksums, of what is trained, of the model's other parameters
 (frozen, or in no optimizer) and of its hyper-parameters, in one small sum. Only if they differ is more told, so that an
-error on every rank can name who differs, where and by how much. What goes wrong after one check is told at the next, at
-the latest. Buffers are made rank 0's in every step, whatever was written there, and so cannot drift.
+error on every rank can name who differs, and where. What goes wrong after one check is told at the next, at the latest.
+Buffers are made rank 0's in every step, whatever was written there, and so cannot drift.
 
 Passes are counted, not steps: a rank that skips a step makes every pass, so that all ranks come to the same check. It
 comes before the first gradient of a pass, when the parameters of the last step are final.
@@ -19,10 +19,8 @@ All ranks must train the same model from the same values: checked, and then made
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from numbers import Real
 from typing import Any
@@ -43,7 +41,15 @@ from syncline.updates.rule import Updater
 DEFAULT_EVERY = 100
 PACKED_BYTES = 4 << 20
 """Smaller tensors go together in messages of about this size."""
-WHOLE_CALL = "distribute() with the same model, optimizer, update rule and priorities"
+SAME_MODEL = "Build the model in the same way on every rank"
+SAME_OPTIONS = (
+    "Each rank must have the same hyper-parameters: let the same scheduler set them, from values that all have"
+)
+SAME_STEPS = (
+    "Each rank must call step() after the same backward passes, and write into parameters as all others do. "
+    "(Processors of different kinds may round differently: then use Sharded(), where each element is stepped on "
+    "one rank, or check_every=None)"
+)
 
 
 def describe_hyperparameters(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -94,64 +100,18 @@ class Consistency:
             return table
 
         sums = control.sum_of(make, f"checksums of parameters before backward pass {self._num_passes + 1}")
-        if bool((sums == sums[0]).all()):
-            return
-        parameters = [*_parameters(updater.buckets), *_each(others.items())]
-        mine = [hyperparameters, [[checksum, norm] for _, checksum, norm in parameters]]
-        told = control.all_gather(mine, "parameters that differ")
-        views = [_View(tuple(lines), tuple((one, norm) for one, norm in values)) for lines, values in told]
-        names = [name for name, _, _ in parameters]
-        raise UpdateError(_explain(views, names, self._num_passes))
+        differ = (sums != sums[0]).any(dim=0)
+        head = f"The ranks differ after {self._num_passes} synchronised backward passes"
+        if bool(differ[0]):
+            check_agreement(hyperparameters, control, head=head, remedy=SAME_OPTIONS)
+        if bool(differ.any()):
+            lines = [*_describe_values(_slots(updater.buckets)), *_describe_values(others.items())]
+            check_agreement(lines, control, head=head, remedy=SAME_STEPS)
 
     def _others(self) -> dict[str, torch.Tensor]:
         """Return what the model has beside what is in buckets; another training compares what it trains itself."""
         trained = all_trained() | {tensor for bucket in self._updater.buckets for tensor in bucket.tensors}
         return {name: one for name, one in self._model.named_parameters() if one not in trained and one.numel()}
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """What one rank has."""
-
-    hyperparameters: tuple[str, ...]
-    parameters: tuple[tuple[int, float], ...]
-    """Checksum and norm of each."""
-
-
-def _explain(views: Sequence[_View], names: Sequence[str], num_passes: int) -> str:
-    """Say what differs from what most ranks have, and what can be done."""
-    common = Counter(views).most_common(1)[0][0]  # of several, the one of the lowest rank
-    other = views.index(common)
-    found: list[str] = []
-    have_equal_options = True
-    for rank, view in enumerate(views):
-        found += _differences(rank, view, other, common, names)
-        have_equal_options = have_equal_options and view.hyperparameters == common.hyperparameters
-    remedy = (
-        "Each rank must call step() after the same backward passes, and write into parameters as all others do. "
-        "(Processors of different kinds may round differently: then use Sharded(), where each element is stepped on "
-        "one rank, or check_every=None)"
-        if have_equal_options
-        else "Each rank must have the same hyper-parameters: let the same scheduler set them, from values that all have"
-    )
-    return f"The ranks differ after {num_passes} synchronised backward passes: {'; '.join(found)}. {remedy}"
-
-
-def _differences(rank: int, view: _View, other: int, common: _View, names: Sequence[str]) -> Iterator[str]:
-    missing = "there is no such hyper-parameter"
-    count = max(len(view.hyperparameters), len(common.hyperparameters))
-    lines, others = ([*one.hyperparameters, *[missing] * count][:count] for one in (view, common))
-    for mine, theirs in zip(lines, others, strict=True):
-        if mine != theirs:
-            yield f"on rank {rank} {mine}, but on rank {other} {theirs}"
-    unequal = [place for place in range(len(names)) if view.parameters[place][0] != common.parameters[place][0]]
-    if unequal:
-        first = unequal[0]
-        more = f" (and of {len(unequal) - 1} more)" if len(unequal) > 1 else ""
-        yield (
-            f"the values of parameter {names[first]!r}{more} on rank {rank} are not those on rank {other}: their norms "
-            f"are {view.parameters[first][1]!r} and {common.parameters[first][1]!r}"
-        )
 
 
 def _checksum_of_lines(lines: Sequence[str]) -> int:
@@ -168,18 +128,16 @@ def _checksum(flat: torch.Tensor) -> int:
     return isal_zlib.crc32(content) << 32 | isal_zlib.adler32(content)
 
 
-def _parameters(buckets: Sequence[Bucket]) -> Iterator[tuple[str, int, float]]:
-    """Yield name, checksum and norm of each parameter."""
+def _slots(buckets: Sequence[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
     for bucket in buckets:
-        slots = bucket.plan.slots
-        yield from _each((slot.name, bucket.parameters[slot.start : slot.stop]) for slot in slots)
+        yield from ((slot.name, bucket.parameters[slot.start : slot.stop]) for slot in bucket.plan.slots)
 
 
-def _each(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, int, float]]:
+def _describe_values(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
     for name, tensor in named:
         flat = tensor.detach().flatten()
         norm = float(torch.linalg.vector_norm(flat.to(wide(flat.dtype))))
-        yield name, _checksum(pack([flat])), norm if math.isfinite(norm) else math.inf
+        yield f"parameter {name}: norm {norm!r}, checksum {_checksum(pack([flat])):016x}"
 
 
 def _spell(value: Any) -> str:
@@ -197,13 +155,8 @@ def _spell(value: Any) -> str:
     return f"a {type(value).__qualname__}"
 
 
-def describe(model: nn.Module, optimizer: torch.optim.Optimizer, rule: object, priorities: object) -> list[str]:
-    """Say in lines what every rank must have alike."""
-    return [*describe_model(model, optimizer, rule, priorities), *describe_hyperparameters(optimizer)]
-
-
 def describe_model(model: nn.Module, optimizer: torch.optim.Optimizer, rule: object, priorities: object) -> list[str]:
-    """Say all of it but the optimizer's hyper-parameters."""
+    """Say in lines what every rank must have alike beside the optimizer's hyper-parameters."""
     groups = {parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
     lines = [
         f"update rule {rule!r}",
@@ -220,23 +173,28 @@ def describe_model(model: nn.Module, optimizer: torch.optim.Optimizer, rule: obj
 
 
 def check_agreement(
-    lines: Sequence[str], control: ControlStream, *, call: str = WHOLE_CALL, ranks: Sequence[int] | None = None
+    lines: Sequence[str],
+    control: ControlStream,
+    *,
+    head: str,
+    remedy: str = SAME_MODEL,
+    ranks: Sequence[int] | None = None,
 ) -> None:
-    """Raise :class:`UpdateError` on every rank if one describes another model; the error names the difference.
+    """Raise :class:`UpdateError` on every rank if their lines differ; the error names who has others than most.
 
-    ``call`` says what must be alike; ``ranks`` are the job's numbers of the ranks, if these are not all.
+    It begins with ``head`` and ends with ``remedy``; ``ranks`` are the job's numbers of the ranks, if these are not
+    all.
     """
     names = range(control.world_size) if ranks is None else ranks
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    if len(set(control.all_gather(digest, "digest of the model"))) == 1:
+    digests = control.all_gather(hashlib.sha256("\n".join(lines).encode()).hexdigest(), "digest of the model")
+    common, number = Counter(digests).most_common(1)[0]  # of several, the one of the lowest rank
+    if number == len(digests):
         return
-    of_root = control.all_gather(list(lines) if control.rank == 0 else [], "description of the model")[0]
-    differences = control.all_gather(_first_difference(of_root, lines, names[0]), "difference of the model")
+    most = digests.index(common)
+    of_most = control.all_gather(list(lines) if control.rank == most else [], "description of the model")[most]
+    differences = control.all_gather(_difference(of_most, lines, names[most]), "difference of the model")
     found = [f"rank {rank}: {text}" for rank, text in zip(names, differences, strict=True) if text]
-    raise UpdateError(
-        f"All ranks must call {call}, but they differ from rank {names[0]}: {'; '.join(found)}. Build the model in the "
-        "same way on every rank"
-    )
+    raise UpdateError(f"{head}: {'; '.join(found)}. {remedy}")
 
 
 def broadcast_model(model: nn.Module, buckets: Iterable[Bucket], control: ControlStream) -> None:
@@ -283,8 +241,8 @@ def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield batch
 
 
-def _first_difference(of_root: Sequence[str], mine: Sequence[str], root: int) -> str:
-    for theirs, own in zip_longest(of_root, mine, fillvalue="nothing more"):
-        if theirs != own:
-            return f"it has {own!r}, rank {root} has {theirs!r}"
-    return ""
+def _difference(of_most: Sequence[str], mine: Sequence[str], most: int) -> str:
+    lines = zip_longest(of_most, mine, fillvalue="nothing more")
+    unequal = [f"it has {own!r}, rank {most} has {theirs!r}" for theirs, own in lines if theirs != own]
+    more = f" (the first of {len(unequal)} differences)" if len(unequal) > 1 else ""
+    return f"{unequal[0]}{more}" if unequal else ""

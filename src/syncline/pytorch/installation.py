@@ -21,7 +21,7 @@ from syncline.observe import tell_if_long
 from syncline.priorities.settings import Priorities
 from syncline.priorities.tuner import ClassTuner
 from syncline.pytorch.buffers import BufferBroadcast
-from syncline.pytorch.consistency import broadcast_model, check_agreement, describe, describe_model
+from syncline.pytorch.consistency import broadcast_model, check_agreement, describe_hyperparameters, describe_model
 from syncline.pytorch.control import check_untrained, offer_no_sync, withdraw_no_sync
 from syncline.pytorch.elastic_training import ElasticTraining, begin_elastic
 from syncline.pytorch.flatten import Named, check_parameters, check_storages, flatten, plan_model, trained_parameters
@@ -44,6 +44,8 @@ from syncline.updates.bucket_schedule import BucketSchedule, plan_bucket_schedul
 from syncline.updates.combinations import TrainingRequest, check_combinations
 from syncline.updates.control import ControlStream
 from syncline.updates.ownership import most_shares
+
+DIFFER = "All ranks must call distribute() with the same model, optimizer, update rule and priorities, but they differ"
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -92,7 +94,7 @@ class Installation:
         control, buffer_control, join_control = _open_control_streams(fleet, 3, going_on)
         chosen = self._chosen_priorities()
         if not has_values:
-            check_agreement([*describe(model, optimizer, rule, chosen), *self._other_lines()], control)
+            check_agreement([*self.describe(), *describe_hyperparameters(optimizer)], control, head=DIFFER)
         is_together = not has_values and going_on is None  # newcomers, and who lost others, plan by themselves
         schedules = plan(fleet.reserve_streams(len(plans)).start, is_together=is_together)
         collectives = BucketCollectives(fleet.communicator, control=control, bucket_schedules=schedules)
@@ -167,7 +169,9 @@ class Installation:
         """Say in lines what a newcomer must have alike: all but the hyper-parameters, which it is given."""
         return [
             *describe_model(self.model, self.optimizer, self.rule, self._chosen_priorities()),
-            *self._other_lines(),
+            f"check_every={self.check_every!r}",
+            f"elastic={self.elastic!r}",
+            f"saves={self.saves_on_failure}",
         ]
 
     def end(self, is_failing: bool) -> None:
@@ -203,13 +207,6 @@ class Installation:
 
     def _chosen_priorities(self) -> Priorities:
         return Priorities.choose(self.priorities, self.fleet.topology.priorities)
-
-    def _other_lines(self) -> list[str]:
-        return [
-            f"check_every={self.check_every!r}",
-            f"elastic={self.elastic!r}",
-            f"saves={self.saves_on_failure}",
-        ]
 
     def _register(self, training: Training, going_on: ElasticTraining | None) -> None:
         """Let functions that are given the model find its training."""

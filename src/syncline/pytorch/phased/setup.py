@@ -42,7 +42,7 @@ from syncline.updates.phased.versions import (
 )
 
 MakeStage = Callable[[], nn.Module]
-CALL = "phase() with the same stages, optimizer and options"
+DIFFER = "All ranks must call phase() with the same stages, optimizer and options, but they differ"
 _OF = " of "
 
 
@@ -118,7 +118,7 @@ def set_up(
     members = tuple(ranks[side] for ranks in pairs)
     streams = fleet.reserve_streams(6)
     job, norms, versions = (ControlStream(fleet.communicator, stream=streams[number]) for number in (0, 4, 5))
-    check_agreement([f"{len(stages)} stages", f"{schedule_options!r}", f"{options!r}"], job, call=CALL)
+    check_agreement([f"{len(stages)} stages", f"{schedule_options!r}", f"{options!r}"], job, head=DIFFER)
     resumed = _find_manifest(storage, job) if options.resumes else None
     first = None if resumed is not None else _First(storage=storage, keeps_versions=options.resumes)
     with fleet.communicator.open_group(members, streams=streams[1:3]) as group:
@@ -127,7 +127,7 @@ def set_up(
         optimizer = _make_optimizer(built, make_optimizer, fleet.rank, schedule_options)
         made = _plan(built, optimizer, options.bucket_bytes)
         lines = [f"optimizer {type(optimizer).__name__}", *(repr(stage.plan) for stage in made)]
-        check_agreement(lines, control, call=CALL, ranks=members)
+        check_agreement(lines, control, head=DIFFER, ranks=members)
     _let_go(stages)
     collectives = _open_collectives(fleet, members, made, job, schedule_options)
     files = {name: file for stage in built for name, file in stage.files.items()}
@@ -175,7 +175,7 @@ def _build(
             )
         parameter.data = parameter.data.contiguous()
     shapes = [f"{name}: {tuple(one.shape)} of {one.dtype}" for name, one in parameters.items()]
-    check_agreement([f"stage {number}", *shapes], control, call=CALL, ranks=members)
+    check_agreement([f"stage {number}", *shapes], control, head=DIFFER, ranks=members)
     files = first.store(number, module, parameters, control) if first is not None else {}
     _let_go([module])
     return _Built(number=number, module=module, parameters=parameters, files=files)
