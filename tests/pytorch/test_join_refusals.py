@@ -46,12 +46,13 @@ def test_another_secret_is_told_when_init_asks(job: str) -> None:
 
 
 def test_nobody_there_is_told_with_what_to_check(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("syncline.runtime.joining.growth.FIRST_LINE_S", 0.1)
+    monkeypatch.setattr("syncline.observe.FIRST_S", 0.1)
     with pytest.raises(HandshakeError, match=r"No member of the job answers at 127.0.0.1:9 .*fleet\.join_address"):
         syncline.init(join="127.0.0.1:9", connect_timeout_s=0.5, host="h1")
-    assert "h1 has waited 0 s to come into the job at 127.0.0.1:9: no member answers there; check that" in caplog.text
+    told = capsys.readouterr().err
+    assert "syncline: h1 waits to come into the job at 127.0.0.1:9: no member answers there; check that" in told
 
 
 def test_until_distribute_a_newcomer_is_a_job_of_one_rank_and_takes_over_the_jobs_limits(job: str) -> None:

@@ -50,6 +50,16 @@ def test_who_never_answers_is_waited_for_until_the_deadline(silent: int) -> None
         open_store(environment(1, silent, connect_s=0.5))
 
 
+def test_who_waits_for_the_store_says_so(
+    port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("syncline.pytorch.stores.FIRST_S", 0.1)
+    for rank, is_told in ((1, True), (2, False)):
+        with pytest.raises(RendezvousError):
+            open_store(environment(1, port, connect_s=0.5)._replace(rank=rank))
+        assert (f"waiting for the store of rank 0 at 127.0.0.1:{port}; check" in capsys.readouterr().err) == is_told
+
+
 def test_nobody_there_is_told_at_the_deadline(port: int) -> None:
     with pytest.raises(RendezvousError, match=r"MASTER_ADDR:MASTER_PORT .* cannot be opened"):
         open_store(environment(1, port, connect_s=0.5))

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from syncline.observe.trace import NullTrace, Trace, align_events, gather_events, merge_traces
@@ -17,10 +17,13 @@ FIRST_S, EVERY_S = 2.0, 10.0
 
 
 @contextmanager
-def tell_if_long(what: str, *, is_told: bool = True) -> Iterator[None]:
+def tell_if_long(
+    what: str | Callable[[], str], *, is_told: bool = True, first_s: float | None = None
+) -> Iterator[None]:
     """Say what is under way when it has taken two seconds, and every ten from then on; nothing unless ``is_told``.
 
-    So nobody takes it for a hang. A thread says it, on standard error, which has ended when this is left.
+    So nobody takes it for a hang. ``what`` may be a function of what changes meanwhile; ``first_s``: after how many
+    seconds it is first said. A thread says it, on standard error, which has ended when this is left.
 
     >>> with tell_if_long("reading the topology"):
     ...     pass
@@ -31,10 +34,11 @@ def tell_if_long(what: str, *, is_told: bool = True) -> Iterator[None]:
     is_over, start_s = threading.Event(), time.monotonic()
 
     def tell() -> None:
-        pause_s = FIRST_S
+        pause_s = FIRST_S if first_s is None else first_s
         while not is_over.wait(pause_s):
+            text = what if isinstance(what, str) else what()
             with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-                print(f"syncline: {what} ({time.monotonic() - start_s:.0f} s)", file=sys.stderr, flush=True)
+                print(f"syncline: {text} ({time.monotonic() - start_s:.0f} s)", file=sys.stderr, flush=True)
             pause_s = EVERY_S
 
     thread = threading.Thread(target=tell, name="syncline-long-work", daemon=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
-import logging
 import socket
 import time
 from dataclasses import replace
@@ -24,17 +23,16 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 from syncline.endpoints import LOOPBACK, format_endpoint
 from syncline.errors import ConfigurationError, RendezvousError
 from syncline.fabric import FabricOptions
-from syncline.fabric.rendezvous import FIRST_LINE_S, LINE_S, begin_on_thread
+from syncline.fabric.rendezvous import begin_on_thread
 from syncline.fabric.shared_port import CONNECT_S, SharedStore, StoreSplices
 from syncline.fabric.sockets import BACKLOG, listen_at, listen_in_range, open_socket
+from syncline.observe import EVERY_S, FIRST_S, tell_if_long
 from syncline.pytorch.environment import Environment
 from syncline.updates.private_torch import default_store
 
 ANSWER_S = 30.0
 """How long the store may take to answer."""
 PROBE_S = 1.0
-
-_log = logging.getLogger(__name__)
 
 
 class TorchStore:
@@ -79,14 +77,14 @@ def open_store(environment: Environment) -> TorchStore:
     assert environment.master_address is not None, "checked when the environment was read"
     assert environment.master_port is not None, "checked when the environment was read"
     host, port, options = environment.master_address, environment.master_port, environment.fabric
-    line_s = FIRST_LINE_S if environment.rank <= 1 else LINE_S  # one of many that wait says so first
     assert options.address is not None, "resolved before ranks meet"
     if not environment.uses_agent_store:
         host = _beyond_loopback(host, port, options.address)
     if environment.rank != 0 or environment.uses_agent_store:
-        return TorchStore(dial_store(host, port, options, line_s=line_s))
+        first_s = FIRST_S if environment.rank <= 1 else EVERY_S  # one of many that wait says so first
+        return TorchStore(dial_store(host, port, options, first_s=first_s))
     if port == options.shared_port:
-        return TorchStore(_serve_shared(options.address, port, options, line_s=line_s))
+        return TorchStore(_serve_shared(options.address, port, options))
     if options.network:
         raise ConfigurationError(
             f"rank 0, without a network, can serve its store at the shared port alone: set MASTER_PORT="
@@ -94,7 +92,7 @@ def open_store(environment: Environment) -> TorchStore:
         )
     listening = _listen(host, port, options, address=options.address)
     host = listening.getsockname()[0]  # it dials itself where it listens, whatever the name means elsewhere
-    return TorchStore(_open_in_time(host, port, listening, timeout_s=options.connect_s, line_s=line_s))
+    return TorchStore(_open_in_time(host, port, listening, timeout_s=options.connect_s))
 
 
 def store_of_group() -> TorchStore:
@@ -112,14 +110,12 @@ def serve_store(options: FabricOptions) -> tuple[Store, int]:
     return _open_in_time(address, port, listening, timeout_s=options.connect_s), port
 
 
-def _serve_shared(
-    address: str, port: int, options: FabricOptions, *, is_alone: bool = True, line_s: float = FIRST_LINE_S
-) -> Store:
+def _serve_shared(address: str, port: int, options: FabricOptions, *, is_alone: bool = True) -> Store:
     """Serve a store at a port that it shares with the ranks of this host, as long as it is held."""
     shared = SharedStore(address, port, options, is_alone=is_alone)
     try:
         host, own_port = shared.listening.getsockname()[:2]
-        store = _open_in_time(host, own_port, shared.listening, timeout_s=options.connect_s, line_s=line_s)
+        store = _open_in_time(host, own_port, shared.listening, timeout_s=options.connect_s)
     except BaseException:
         shared.close()
         raise
@@ -127,18 +123,26 @@ def _serve_shared(
     return store
 
 
-def dial_store(host: str, port: int, options: FabricOptions, *, line_s: float = FIRST_LINE_S) -> Store:
+def dial_store(host: str, port: int, options: FabricOptions, *, first_s: float = FIRST_S) -> Store:
     """Open the store that another rank serves; :class:`RendezvousError` at the latest after ``connect_s``.
 
-    Torch's store dials by itself; for a rank without a network it is led there from its own loopback.
+    After ``first_s`` it is said what is waited for.
     """
-    if not options.network:
-        return _open_in_time(host, port, None, timeout_s=options.connect_s, line_s=line_s)
+    where = format_endpoint(host, port)
+    waiting = f"waiting for the store of rank 0 at {where}; check that rank 0 runs, and that this host reaches it"
+    with tell_if_long(waiting, first_s=first_s):
+        if options.network:
+            return _dial_lent(host, port, options)
+        return _open_in_time(host, port, None, timeout_s=options.connect_s)
+
+
+def _dial_lent(host: str, port: int, options: FabricOptions) -> Store:
+    """Lead torch's store, which dials by itself, there from this rank's own loopback."""
     listening = listen_at(LOOPBACK, replace(options, network=None), 0)
     splices = StoreSplices(listening, lambda: _connect_lent(host, port, options))
     try:
         own, own_port = listening.getsockname()
-        store = _open_in_time(own, own_port, None, timeout_s=options.connect_s, line_s=line_s, meant=(host, port))
+        store = _open_in_time(own, own_port, None, timeout_s=options.connect_s, meant=(host, port))
     except BaseException:
         splices.close()
         raise
@@ -210,10 +214,9 @@ def _open_in_time(
     listening: socket.socket | None,
     *,
     timeout_s: float,
-    line_s: float = FIRST_LINE_S,
     meant: tuple[str, int] | None = None,
 ) -> Store:
-    """Open a TCPStore, and serve it if ``listening``, within ``timeout_s``; after ``line_s`` say what is waited for.
+    """Open a TCPStore, and serve it if ``listening``, within ``timeout_s``.
 
     ``meant``: where the store is, if what is dialled only leads there.
     """
@@ -221,16 +224,7 @@ def _open_in_time(
     _, opened = begin_on_thread(partial(_tcp_store, host, port, listening, timeout_s=timeout_s), "syncline-store")
     deadline_s = time.monotonic() + timeout_s
     try:
-        while timeout_s > line_s:
-            with contextlib.suppress(TimeoutError):
-                return opened.result(max(0.0, deadline_s - timeout_s + line_s - time.monotonic()))
-            _log.warning(
-                "waited %.0f s for the store of rank 0 at %s; check that rank 0 runs, and that this host reaches it",
-                line_s,
-                where,
-            )
-            line_s += LINE_S
-        return opened.result(max(0.0, deadline_s - time.monotonic()))
+        return opened.result(timeout_s)
     except TimeoutError:
         reason = f"nothing that accepts connections there speaks as a store within {timeout_s:g} s"
     except RuntimeError as error:  # DistNetworkError, DistStoreError

@@ -10,10 +10,9 @@ first's.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,10 +21,11 @@ from typing import Any
 from syncline.endpoints import format_endpoint
 from syncline.errors import ConfigurationError, DeadlineError, HandshakeError, RendezvousError, SynclineError
 from syncline.fabric import FabricOptions, TcpFabric, connect_tcp
-from syncline.fabric.rendezvous import FIRST_LINE_S, LINE_S, Generation, Member
+from syncline.fabric.rendezvous import Generation, Member
 from syncline.fabric.shared_port import SharedListener, open_listener
 from syncline.fabric.sockets import advertised_endpoint, resolve_address
 from syncline.members.job_record import NO_FLAGS, Address, Flags, JobRecord, address_of
+from syncline.observe import tell_if_long
 from syncline.runtime.joining.connection import JoinConnection, Message, dial_member
 from syncline.runtime.joining.server import VERSION, JoinServer
 from syncline.runtime.loop import CommunicationLoop
@@ -214,12 +214,8 @@ class Entry:
         Raises ``HandshakeError`` with the reason: another secret, job or version, no member there, no elastic job, a
         member already, too many that wait, no clear place.
         """
-
-        async def ask() -> Mapping[str, Any]:
-            async with self._telling():
-                return await self._ask()
-
-        return self.loop.run(ask(), self.options.connect_s + ANSWER_S)
+        with tell_if_long(self._wait_in_words):
+            return self.loop.run(self._ask(), self.options.connect_s + ANSWER_S)
 
     def enter(self, lines: Sequence[str], timeout_s: float) -> Admitted:
         """Say that this rank is ready, and return when it is connected and the members have switched.
@@ -228,32 +224,17 @@ class Entry:
         Raises ``HandshakeError`` where the job's training is another one, or the larger job could not be connected,
         ``EOFError`` where a member has said that the job is over and nobody else answers, and :class:`DeadlineError`.
         """
-        return self.loop.run(self._enter(list(lines), timeout_s), timeout_s + ANSWER_S)
+        with tell_if_long(self._wait_in_words):
+            return self.loop.run(self._enter(list(lines), timeout_s), timeout_s + ANSWER_S)
 
     def close(self) -> None:
         """Stop waiting."""
         if self._connection is not None:
             self.loop.call(self._connection.close, ANSWER_S)
 
-    @contextlib.asynccontextmanager
-    async def _telling(self) -> AsyncIterator[None]:
-        """Say now and then how long this process has waited, and for what."""
-
-        async def tell() -> None:
-            waited_s = FIRST_LINE_S
-            await asyncio.sleep(FIRST_LINE_S)
-            while True:
-                where = ", ".join(format_endpoint(*address) for address in self.addresses)
-                text = "%s has waited %.0f s to come into the job at %s: %s"
-                _log.warning(text, self.machine, waited_s, where, self._waits_for)
-                await asyncio.sleep(LINE_S)
-                waited_s += LINE_S
-
-        telling = asyncio.create_task(tell())
-        try:
-            yield
-        finally:
-            telling.cancel()
+    def _wait_in_words(self) -> str:
+        where = ", ".join(format_endpoint(*address) for address in self.addresses)
+        return f"{self.machine} waits to come into the job at {where}: {self._waits_for}"
 
     async def _ask(self) -> Mapping[str, Any]:
         why, now_s = "nobody was asked", asyncio.get_running_loop().time
@@ -306,7 +287,7 @@ class Entry:
 
     async def _enter(self, lines: list[str], timeout_s: float) -> Admitted:
         try:
-            async with asyncio.timeout(timeout_s), self._telling():
+            async with asyncio.timeout(timeout_s):
                 while (admitted := await self._wait(lines)) is None:
                     await asyncio.sleep(PAUSE_S)
                     await self._ask()
