@@ -72,7 +72,8 @@ def time_step(method: str, options: argparse.Namespace) -> None:
     taken_s = (moments[-1] - start_s) / options.steps
     if int(os.environ["RANK"]) == 0:
         each = " ".join(f"{b - a:.2f}" for a, b in pairwise(moments[-options.steps - 1 :]))
-        print(f"{method}: {taken_s:.3f} s, load {os.getloadavg()[0]:.1f}: {each}", flush=True)
+        told = "" if fleet is None else optimizer.progress()
+        print(f"{method}: {taken_s:.3f} s, load {os.getloadavg()[0]:.1f}: {each}  {told}", flush=True)
     if fleet is None:
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
