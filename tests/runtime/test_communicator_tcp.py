@@ -3,6 +3,7 @@
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -212,3 +213,16 @@ def test_a_process_that_dies_or_freezes_is_named_by_all_others(tmp_path, signal_
         # Stopped at the start of step 5, it may still owe the others the last word of step 4.
         assert re.search(r"during all_reduce of bucket 0, step [45]", line["text"])
         assert reason in line["text"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_landing_is_kept_after_its_call(over_tcp, fails):
+    communicators = over_tcp(Topology.flat(3))
+    buffers = [memoryview(bytearray(4 * (100_000 + (fails and rank == 2)))) for rank in range(3)]
+    works = [c.all_reduce(buffer, FLOAT32) for c, buffer in zip(communicators, buffers, strict=True)]
+    for work in works:
+        with pytest.raises(MismatchError) if fails else nullcontext():
+            work.wait(60)
+    executors = [c._engine._executor for c in communicators]
+    assert [(e._executor.num_active_slices, e._executor.inflight_bytes) for e in executors] == [(0, 0)] * 3
+    assert [e._pool.used_bytes for e in executors] == [0] * 3

@@ -15,7 +15,7 @@ from virtual_network import VirtualNetwork, VirtualSocket
 from virtual_time import Host, SimulationError, VirtualTime
 
 from syncline.errors import DeadlineError, FabricClosedError, MismatchError, PeerLostError, SynclineError
-from syncline.fabric.peer_transport import TransportSet
+from syncline.fabric.peer_transport import CompiledSliceExecutor, TransportSet
 from syncline.fabric.tcp import TcpFabric
 from syncline.runtime.communicator import LINGER_S
 from syncline.schedule import PLANNERS, Collective, Layout, Schedule, plan_tree
@@ -278,8 +278,10 @@ class JobScenario:
             transports = rank.fabric._transport_set
             if statistics.pending_receives or statistics.unexpected_bytes or rank.engine.num_pending_calls:
                 raise SimulationError(f"rank {rank.rank} is not done: {statistics}, {rank.engine!r}")
-            if rank.engine.num_active_slices or rank.engine._executor.inflight_bytes:
-                raise SimulationError(f"rank {rank.rank} has slices under way: {rank.engine!r}")
+            executor = rank.engine._executor
+            assert isinstance(executor, CompiledSliceExecutor)
+            if executor._executor.num_active_slices or executor._executor.inflight_bytes:
+                raise SimulationError(f"rank {rank.rank} has slices under way: {executor!r}")
             if rank.fabric._mesh.acceptor._handshakes:
                 raise SimulationError(f"rank {rank.rank} still waits for a stranger")
             self._check_grants(rank.rank, transports, rank.fabric.unconnected)

@@ -472,22 +472,7 @@ class CompiledSliceExecutor:
 
     def __repr__(self) -> str:
         in_use = f"{self._pool.used_bytes} temporary bytes in use"
-        return f"<CompiledSliceExecutor: {self.num_active_slices} slices, {in_use}>"
-
-    @property
-    def num_active_slices(self) -> int:
-        """Slices under way, now."""
-        return self._executor.num_active_slices + self._reference.num_active_slices
-
-    @property
-    def inflight_bytes(self) -> int:
-        """Bytes of the slices under way, now."""
-        return self._executor.inflight_bytes + self._reference.inflight_bytes
-
-    @property
-    def temporary_bytes(self) -> int:
-        """Bytes of temporaries, in use or kept, now."""
-        return self._pool.used_bytes + self._pool.kept_bytes + self._reference.temporary_bytes
+        return f"<CompiledSliceExecutor: {self._executor.num_active_slices} slices, {in_use}>"
 
     def open(self, call: SlicedCall) -> Execution:
         """Return an execution that has not begun."""

@@ -174,18 +174,6 @@ class SliceExecutor(Protocol):
     def max_inflight_bytes(self) -> int:
         """The bound on the bytes of the slices under way in a connection class."""
 
-    @property
-    def num_active_slices(self) -> int:
-        """Slices under way, now."""
-
-    @property
-    def inflight_bytes(self) -> int:
-        """Bytes of the slices under way, now."""
-
-    @property
-    def temporary_bytes(self) -> int:
-        """Bytes of temporaries, in use or kept, now."""
-
     def open(self, call: SlicedCall) -> Execution:
         """Return an execution that has not begun."""
 

@@ -149,7 +149,7 @@ class Engine:
 
     def __repr__(self) -> str:
         state = f"failed ({self._failure.reason})" if self._failure else f"{len(self._calls)} calls"
-        return f"<Engine rank {self._rank} of {self._world_size}: {state}, {self.num_active_slices} slices>"
+        return f"<Engine rank {self._rank} of {self._world_size}: {state}>"
 
     @property
     def failure(self) -> Failure | None:
@@ -164,21 +164,6 @@ class Engine:
     def num_pending_calls(self) -> int:
         """Calls under way, now."""
         return len(self._calls)
-
-    @property
-    def num_active_slices(self) -> int:
-        """Slices under way, now."""
-        return self._executor.num_active_slices
-
-    @property
-    def inflight_bytes(self) -> int:
-        """Bytes of the slices under way, now."""
-        return self._executor.inflight_bytes
-
-    @property
-    def temporary_bytes(self) -> int:
-        """Bytes of temporaries, in use or kept, now."""
-        return self._executor.temporary_bytes
 
     def submit(self, call: Call, work: Work, num_skipped: int = 0) -> None:
         """Begin ``call``; ``work`` ends with it, or with what went wrong.

@@ -69,8 +69,7 @@ class _SliceRun:
             operation = self._operations[number]
             self._transport.cancel(operation.peer, self._tag + operation.index)
         self.posted.clear()
-        for landing in list(self._temporaries):
-            self._drop(landing)
+        self._temporaries.clear()
 
     def awaited_peers(self) -> set[int]:
         """Return who has not delivered yet what may be delivered now."""
@@ -105,7 +104,6 @@ class _SliceRun:
     def _post(self, number: int, operation: Operation, start: int, stop: int) -> None:
         if operation.kind is Kind.LAND:
             destination = self._temporaries[number] = memoryview(bytearray(stop - start))
-            self._host.temporary_bytes += stop - start
             self._uses[number] = self._num_uses(operation)
         else:
             destination = self._buffer[start:stop]
@@ -211,10 +209,7 @@ class _SliceRun:
     def _release(self, landing: int) -> None:
         self._uses[landing] -= 1
         if not self._uses[landing]:
-            self._drop(landing)
-
-    def _drop(self, landing: int) -> None:
-        self._host.temporary_bytes -= self._temporaries.pop(landing).nbytes
+            del self._temporaries[landing]
 
 
 class SliceOrder:
@@ -305,22 +300,11 @@ class PythonSliceExecutor:
     ) -> None:
         self.transport = transport
         self.max_inflight_bytes = max_inflight_bytes
-        self.temporary_bytes = 0
-        """Of landings, of all slices, now."""
         self.on_crash = on_crash
         self.order = SliceOrder(max_inflight_bytes)
         self._clock = clock
         self._is_beginning = False
         self._heard_s: dict[int, float] = {}
-        self.num_active_slices = 0
-
-    def __repr__(self) -> str:
-        return f"<PythonSliceExecutor: {self.num_active_slices} slices, {self.temporary_bytes} temporary bytes in use>"
-
-    @property
-    def inflight_bytes(self) -> int:
-        """Bytes of the slices under way, now."""
-        return self.order.inflight_bytes
 
     def open(self, call: SlicedCall) -> PythonExecution:
         """Return an execution that has not begun."""
@@ -341,7 +325,6 @@ class PythonSliceExecutor:
         self._is_beginning = True
         while (execution := self.order.next()) is not None:
             run = execution.next_run()
-            self.num_active_slices += 1
             self.order.began(execution, run.num_bytes)
             run.advance(run.dataflow.first)
         self._is_beginning = False
@@ -381,7 +364,6 @@ class PythonExecution:
         self._next_slice = self._num_slices
         for run in self.runs:
             run.stop()
-        self._executor.num_active_slices -= len(self.runs)
         self.runs.clear()
 
     def awaited_peers(self) -> set[int]:
@@ -401,7 +383,6 @@ class PythonExecution:
 
     def _slice_ended(self, run: _SliceRun) -> None:
         self.runs.discard(run)
-        self._executor.num_active_slices -= 1
         self._executor.order.ended(self, run.num_bytes)
         if self.is_over:
             self._call.on_over()

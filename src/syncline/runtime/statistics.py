@@ -53,11 +53,6 @@ class FleetStatistics:
     bucket_classes: tuple[tuple[int, ...], ...]
     """For each model, in the order of ``distribute()``: the connection class of each of its buckets, now."""
     num_pending_calls: int
-    num_active_slices: int
-    inflight_bytes: int
-    """Bytes of the slices under way, now."""
-    temporary_bytes: int
-    """Memory of temporaries, in use or kept for reuse, now."""
     epoch: int = 0
     """How often the members of the job have changed."""
     updates: tuple[object, ...] = ()
@@ -164,9 +159,6 @@ def take_statistics(
         total_s=progress.total_s,
         bucket_classes=bucket_classes,
         num_pending_calls=engine.num_pending_calls,
-        num_active_slices=engine.num_active_slices,
-        inflight_bytes=engine.inflight_bytes,
-        temporary_bytes=engine.temporary_bytes,
     )
 
 
