@@ -4,67 +4,25 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
 from syncline.fabric import _native
-from syncline.runtime.python_slice_executor import SliceOrder
 
 NUMBERS = itertools.count()
-KINDS = ["python", "compiled"]
-
-
-class PythonCall:
-    """What the order looks at in a call."""
-
-    def __init__(self, urgency: int, *, connection_class: int, number: int, num_slices: int) -> None:
-        self.urgency = urgency
-        self.connection_class = connection_class
-        self.number = number
-        self.largest_slice_bytes = 0
-        self.runs: list[object] = []
-        self.num_left = num_slices
-
-    @property
-    def has_more(self) -> bool:
-        return self.num_left > 0
-
-    @property
-    def num_active(self) -> int:
-        return len(self.runs)
-
-
-class PythonOrder(SliceOrder):
-    """It begins and ends the slices of its calls itself, as the compiled one does."""
-
-    def began(self, call: PythonCall, num_bytes: int) -> None:
-        call.num_left -= 1
-        call.runs.append(object())
-        super().began(call, num_bytes)
-
-    def ended(self, call: PythonCall, num_bytes: int) -> None:
-        call.runs.pop()
-        super().ended(call, num_bytes)
 
 
 class Ranked:
-    """A slice order of one kind, its calls, and the slices that it let begin."""
+    """A slice order, and the slices that it let begin."""
 
-    def __init__(self, kind: str, limit: int = 8, size: int = 4) -> None:
-        self.found: list[Any] = []
+    def __init__(self, limit: int = 8, size: int = 4) -> None:
+        self.found: list[_native.Sliced] = []
         self.size = size
-        self.order: Any
-        if kind == "python":
-            self.make_call: Any = PythonCall
-            self.order = PythonOrder(limit)
-        else:
-            self.make_call = _native.Sliced
-            self.order = _native.SliceOrder(limit)
+        self.order = _native.SliceOrder(limit)
 
-    def call(self, urgency: int, *, connection_class: int = 0, num_slices: int = 1000) -> Any:
-        return self.make_call(urgency, connection_class=connection_class, number=next(NUMBERS), num_slices=num_slices)
+    def call(self, urgency: int, *, connection_class: int = 0, num_slices: int = 1000) -> _native.Sliced:
+        return _native.Sliced(urgency, connection_class=connection_class, number=next(NUMBERS), num_slices=num_slices)
 
     def fill(self) -> None:
         """Begin all that may begin."""
@@ -72,7 +30,7 @@ class Ranked:
             self.order.began(call, self.size)
             self.found.append(call)
 
-    def add(self, *calls: Any) -> list[Any]:
+    def add(self, *calls: _native.Sliced) -> list[_native.Sliced]:
         """Add calls one after another; return of which a slice began."""
         before = len(self.found)
         for call in calls:
@@ -80,7 +38,7 @@ class Ranked:
             self.fill()
         return self.found[before:]
 
-    def end(self, call: Any) -> list[Any]:
+    def end(self, call: _native.Sliced) -> list[_native.Sliced]:
         """End a slice; return of which slices began then."""
         before = len(self.found)
         self.order.ended(call, self.size)
@@ -88,10 +46,10 @@ class Ranked:
         return self.found[before:]
 
 
-@pytest.fixture(params=KINDS)
-def one(request: pytest.FixtureRequest) -> Ranked:
+@pytest.fixture
+def one() -> Ranked:
     """An order with room for two slices."""
-    return Ranked(request.param)
+    return Ranked()
 
 
 def test_a_call_begins_slices_up_to_the_bound(one: Ranked) -> None:
@@ -145,12 +103,7 @@ def test_of_equally_urgent_calls_the_first_goes_first(one: Ranked) -> None:
 
 @given(seed=st.integers(0, 1 << 32), limit=st.sampled_from([1, 8, 20]))
 def test_whatever_ends_first_every_call_goes_on_and_the_bound_holds(seed: int, limit: int) -> None:
-    found = {kind: begin_and_end(random.Random(seed), Ranked(kind, limit)) for kind in KINDS}
-    assert all(begun == found["python"] for begun in found.values()), "both kinds begin the same slices"
-
-
-def begin_and_end(source: random.Random, one: Ranked) -> list[int]:
-    """Add calls and end slices in any order; return of which calls slices began, by their places."""
+    source, one = random.Random(seed), Ranked(limit)
     calls = [
         one.call(source.randrange(6), connection_class=source.randrange(2), num_slices=source.randrange(1, 7))
         for _ in range(6)
@@ -167,12 +120,11 @@ def begin_and_end(source: random.Random, one: Ranked) -> list[int]:
     assert not any(call.has_more for call in calls)
     assert one.order.next() is None
     assert one.order.inflight_bytes == 0
-    return [calls.index(call) for call in one.found]
 
 
-@given(seed=st.integers(0, 1 << 32), limit=st.sampled_from([1, 8, 20]), kind=st.sampled_from(KINDS))
-def test_all_together_make_up_less_than_twice_the_bound_and_a_slice_each(seed: int, limit: int, kind: str) -> None:
-    source, one = random.Random(seed), Ranked(kind, limit)
+@given(seed=st.integers(0, 1 << 32), limit=st.sampled_from([1, 8, 20]))
+def test_all_together_make_up_less_than_twice_the_bound_and_a_slice_each(seed: int, limit: int) -> None:
+    source, one = random.Random(seed), Ranked(limit)
     calls = [one.call(source.randrange(6), num_slices=source.randrange(1, 7)) for _ in range(6)]
     for number, call in enumerate(calls, start=1):
         one.add(call)

@@ -448,8 +448,8 @@ Mismatched = Callable[[int, int, int], None]
 class CompiledSliceExecutor:
     """Executes calls on a native transport; those whose reduction is not compiled are left to ``reference``.
 
-    Each of the two has the bound for itself. Rank k of a call is ``ranks[k]`` of the native transport, which tells of a
-    mismatch who stands in ``mismatched`` for the call, by its first tag in units of CALL_TAGS.
+    Those have no bound. Rank k of a call is ``ranks[k]`` of the native transport, which tells of a mismatch who stands
+    in ``mismatched`` for the call, by its first tag in units of CALL_TAGS.
     """
 
     def __init__(

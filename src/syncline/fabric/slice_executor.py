@@ -168,7 +168,7 @@ class Execution(Protocol):
 
 
 class SliceExecutor(Protocol):
-    """Executes the calls of one engine, the most urgent first, a bounded number of bytes at once."""
+    """Executes the calls of one engine; what is compiled begins the most urgent first, and so many bytes at once."""
 
     @property
     def max_inflight_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Executes slices in Python: those of each call, begun one after another as there is room. This is the reference.
+"""Executes slices in Python: all those of a call begin at once. This is the reference.
 
 A callback for each message, and no coroutine: what arrives goes on at once. Within a slice each operation begins when
 nothing it waits for is left.
@@ -6,8 +6,6 @@ nothing it waits for is left.
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -20,7 +18,7 @@ class _SliceRun:
     """Executes the dataflow of one slice of ``call``; calls ``on_end`` once, when every operation has ended."""
 
     def __init__(
-        self, call: SlicedCall, slice_number: int, host: PythonSliceExecutor, *, on_end: Callable[[_SliceRun], None]
+        self, call: SlicedCall, slice_number: int, host: PythonSliceExecutor, *, on_end: Callable[[], None]
     ) -> None:
         self._call = call
         self._buffer = call.buffer
@@ -40,7 +38,6 @@ class _SliceRun:
         self._cleared: set[int] = set()
         self._is_advancing = False
         self.is_stopped = False
-        self.num_bytes = (self._offsets[-1] - self._offsets[0]) * self._itemsize
         self.open_operations = set(range(len(self._operations)))
         self.posted: set[int] = set()
 
@@ -60,7 +57,7 @@ class _SliceRun:
         self._is_advancing = False
         if not self.open_operations:
             self.is_stopped = True
-            self._on_end(self)
+            self._on_end()
 
     def stop(self) -> None:
         """Withdraw: after this nothing is written to the buffer any more, whatever arrives."""
@@ -212,83 +209,11 @@ class _SliceRun:
             del self._temporaries[landing]
 
 
-class SliceOrder:
-    """Which call's next slice begins: the most urgent call's, while there is room for it.
-
-    There is room while the slices under way of calls that are as urgent or more make up less than
-    ``max_inflight_bytes``. What is less urgent was begun before the call was there; it cannot be called back, but it is
-    overtaken on the wire. A call that waited for it would go slice by slice, each alone on links that others fill. Not
-    to let temporaries grow with each call that is more urgent than the last, all together make up less than twice the
-    bound, one slice of each less urgent call left out. In a less urgent connection class nothing counts.
-
-    Every call has at least one slice under way, whatever the bound says. Ranks may make calls of different streams in
-    different orders; if the window of one rank were full of a call that another has no room for, and the other way
-    round, both would wait forever.
-    """
-
-    def __init__(self, max_inflight_bytes: int) -> None:
-        self._max_inflight_bytes = max_inflight_bytes
-        self._starved: deque[PythonExecution] = deque()
-        self._queue: list[tuple[int, int, PythonExecution]] = []
-        self._inflight_bytes: dict[PythonExecution, int] = {}
-
-    @property
-    def inflight_bytes(self) -> int:
-        """Bytes of the slices under way, of all classes."""
-        return sum(self._inflight_bytes.values())
-
-    def add(self, call: PythonExecution) -> None:
-        """Take a call of which no slice has begun."""
-        if call.has_more:
-            self._starved.append(call)
-            heapq.heappush(self._queue, (call.urgency, call.number, call))
-
-    def began(self, call: PythonExecution, num_bytes: int) -> None:
-        """Count a slice that begins."""
-        self._inflight_bytes[call] = self._inflight_bytes.get(call, 0) + num_bytes
-        call.largest_slice_bytes = max(call.largest_slice_bytes, num_bytes)
-
-    def ended(self, call: PythonExecution, num_bytes: int) -> None:
-        """Count a slice that ended."""
-        self._inflight_bytes[call] -= num_bytes
-        if not call.runs:
-            del self._inflight_bytes[call]
-            if call.has_more:
-                self._starved.append(call)
-
-    @property
-    def has_more(self) -> bool:
-        """Whether some call may have slices that were not begun."""
-        while self._queue and not self._queue[0][2].has_more:
-            heapq.heappop(self._queue)
-        return bool(self._queue or self._starved)
-
-    def next(self) -> PythonExecution | None:
-        """Return the call of which a slice may begin now; None if there is none."""
-        while self._starved:
-            call = self._starved.popleft()
-            if call.has_more and not call.runs:
-                return call
-        if self.has_more and self._queue:
-            call = self._queue[0][2]
-            if self._has_room(call):
-                return call
-        return None
-
-    def _has_room(self, call: PythonExecution) -> bool:
-        ahead = beside = 0
-        for other, num_bytes in self._inflight_bytes.items():
-            if other.connection_class > call.connection_class:
-                continue
-            if other.urgency <= call.urgency:
-                ahead += num_bytes
-            else:
-                beside += max(num_bytes - other.largest_slice_bytes, 0)
-        return ahead < self._max_inflight_bytes and ahead + beside < 2 * self._max_inflight_bytes
-
-
 class PythonSliceExecutor:
-    """Executes calls on any transport; ``on_crash`` is told if our own code fails."""
+    """Executes calls on any transport; ``on_crash`` is told if our own code fails.
+
+    ``max_inflight_bytes`` is for compiled code that stands in its place; here nothing is bounded.
+    """
 
     def __init__(
         self,
@@ -301,9 +226,7 @@ class PythonSliceExecutor:
         self.transport = transport
         self.max_inflight_bytes = max_inflight_bytes
         self.on_crash = on_crash
-        self.order = SliceOrder(max_inflight_bytes)
         self._clock = clock
-        self._is_beginning = False
         self._heard_s: dict[int, float] = {}
 
     def open(self, call: SlicedCall) -> PythonExecution:
@@ -318,72 +241,47 @@ class PythonSliceExecutor:
         """Take note that a message of ``peer`` has arrived."""
         self._heard_s[peer] = self._clock.time()
 
-    def begin_slices(self) -> None:
-        """Begin slices while there is room. One that ends at once comes back here."""
-        if self._is_beginning:
-            return
-        self._is_beginning = True
-        while (execution := self.order.next()) is not None:
-            run = execution.next_run()
-            self.order.began(execution, run.num_bytes)
-            run.advance(run.dataflow.first)
-        self._is_beginning = False
-
 
 class PythonExecution:
     """All slices of one call on their way."""
 
     def __init__(self, executor: PythonSliceExecutor, call: SlicedCall) -> None:
-        self._executor = executor
         self._call = call
-        self._next_slice = 0
-        self._num_slices = len(call.slices)
-        self.number = call.number
-        self.urgency = call.urgency
-        self.connection_class = call.connection_class
-        self.largest_slice_bytes = 0
-        self.runs: set[_SliceRun] = set()
+        self._runs = {
+            number: _SliceRun(call, number, executor, on_end=partial(self._slice_ended, number))
+            for number in range(len(call.slices))
+        }
 
     @property
     def has_more(self) -> bool:
-        """Whether there are slices that were not begun."""
-        return self._next_slice < self._num_slices
+        """Whether there are slices that were not begun: all begin at once."""
+        return False
 
     @property
     def is_over(self) -> bool:
         """Whether every slice has ended."""
-        return not self.runs and not self.has_more
+        return not self._runs
 
     def start(self) -> None:
-        """Begin as many slices as there is room for; the others follow."""
-        self._executor.order.add(self)
-        self._executor.begin_slices()
+        """Begin all slices."""
+        for run in tuple(self._runs.values()):
+            run.advance(run.dataflow.first)
 
     def stop(self) -> None:
         """Withdraw: after this nothing is written to the buffer any more, whatever arrives."""
-        self._next_slice = self._num_slices
-        for run in self.runs:
+        for run in self._runs.values():
             run.stop()
-        self.runs.clear()
+        self._runs.clear()
 
     def awaited_peers(self) -> set[int]:
         """Return who has not delivered yet what may be delivered now."""
-        return {peer for run in self.runs for peer in run.awaited_peers()}
+        return {peer for run in self._runs.values() for peer in run.awaited_peers()}
 
     def open_peers(self) -> set[int]:
-        """Return the ranks that slices under way still have to exchange messages with (-1: none, but work is left)."""
-        return {peer for run in self.runs for peer in run.open_peers()}
+        """Return the ranks that messages still have to be exchanged with (-1: none, but work is left)."""
+        return {peer for run in self._runs.values() for peer in run.open_peers()}
 
-    def next_run(self) -> _SliceRun:
-        """Return the next slice; it has not begun."""
-        run = _SliceRun(self._call, self._next_slice, self._executor, on_end=self._slice_ended)
-        self._next_slice += 1
-        self.runs.add(run)
-        return run
-
-    def _slice_ended(self, run: _SliceRun) -> None:
-        self.runs.discard(run)
-        self._executor.order.ended(self, run.num_bytes)
+    def _slice_ended(self, number: int) -> None:
+        self._runs.pop(number, None)
         if self.is_over:
             self._call.on_over()
-        self._executor.begin_slices()
