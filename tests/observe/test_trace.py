@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from syncline.errors import ConfigurationError
-from syncline.observe import NullTrace, Trace, merge_traces
+from syncline.observe import Trace, merge_traces
 
 
 def events_of(path):
@@ -56,48 +56,37 @@ def test_a_file_that_cannot_be_written_any_more_ends_the_trace_and_not_the_run(t
     trace.instant("early", "compute")
     trace.flush()
     assert caplog.messages == [f"rank 3: the trace {path} ends here: Is a directory"]
+    assert not trace.enabled
     trace.instant("late", "compute")
-    assert trace.num_dropped == 1
     trace.close()
     assert len(caplog.messages) == 1
 
 
 def test_overlapping_collectives_lie_on_rows_of_their_own(tmp_path):
-    trace = Trace()
+    trace = Trace(path=tmp_path / "t.json")
     trace.span("a", "communication", 0, 10)
     trace.span("b", "communication", 5, 15)
     trace.span("c", "communication", 10, 20)
-    trace.save(tmp_path / "t.json")
+    trace.close()
     rows = {span["name"]: span["tid"] for span in spans_of(tmp_path / "t.json")}
     assert rows["a"] == rows["c"] != rows["b"]
 
 
 def test_nested_computing_stays_on_one_row(tmp_path):
-    trace = Trace()
+    trace = Trace(path=tmp_path / "t.json")
     trace.span("inner", "compute", 5, 6)
     trace.span("outer", "compute", 0, 10)
-    trace.save(tmp_path / "t.json")
+    trace.close()
     assert [span["name"] for span in spans_of(tmp_path / "t.json")] == ["outer", "inner"]
     assert len({span["tid"] for span in spans_of(tmp_path / "t.json")}) == 1
 
 
-def test_saving_a_running_trace_keeps_what_was_written_before(tmp_path):
-    trace = Trace(path=tmp_path / "running.json")
-    trace.span("one", "compute", 0, 1)
-    trace.flush()
-    trace.span("two", "compute", 2, 3)
-    trace.save(tmp_path / "copy.json")
-    trace.close()
-    assert [span["name"] for span in spans_of(tmp_path / "copy.json")] == ["one", "two"]
-    assert [span["name"] for span in spans_of(tmp_path / "running.json")] == ["one", "two"]
-
-
 def test_more_events_than_allowed_are_dropped_and_counted(tmp_path):
-    trace = Trace(max_events=10)
+    trace = Trace(path=tmp_path / "t.json", max_events=10)
     for i in range(25):
         trace.span(f"event {i}", "compute", i, i + 1)
     assert trace.num_dropped == 15
-    trace.save(tmp_path / "t.json")
+    trace.close()
     assert len(spans_of(tmp_path / "t.json")) == 10
     assert events_of(tmp_path / "t.json")[-1]["args"] == {"num_events": 15}
 
@@ -153,12 +142,18 @@ def test_merging_puts_ranks_on_one_time_line(tmp_path):
     assert spans[1]["ts"] == pytest.approx(1.0, abs=0.3)
 
 
+def begin_at(path, rank, monotonic_ns, wall_ns):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("time.monotonic_ns", lambda: monotonic_ns)
+        patch.setattr("time.time_ns", lambda: wall_ns)
+        return Trace(rank=rank, path=path)
+
+
 def test_merging_uses_wall_clocks_between_machines(tmp_path):
     for name, monotonic_ns, wall_ns in (("a", 1_000, 50_000), ("b", 900_000, 50_000)):
-        trace = Trace(rank=0 if name == "a" else 1)
-        trace._anchor = (monotonic_ns, wall_ns)
+        trace = begin_at(tmp_path / f"{name}.json", int(name == "b"), monotonic_ns, wall_ns)
         trace.span(name, "compute", monotonic_ns, monotonic_ns + 1)
-        trace.save(tmp_path / f"{name}.json")
+        trace.close()
         text = (tmp_path / f"{name}.json").read_text()
         boot = next(json.loads(x.rstrip(","))["args"]["boot"] for x in text.splitlines() if "syncline_clock" in x)
         (tmp_path / f"{name}.json").write_text(text.replace(f'"boot": "{boot}"', f'"boot": "{name}"'))
@@ -168,10 +163,9 @@ def test_merging_uses_wall_clocks_between_machines(tmp_path):
 
 def test_what_hosts_have_merged_is_merged_as_their_ranks_would_be(tmp_path):
     for rank, wall_ns in enumerate((50_000_000, 53_000_000)):
-        trace = Trace(rank=rank)
-        trace._anchor = (1_000 + rank, wall_ns)
+        trace = begin_at(tmp_path / "own.json", rank, 1_000 + rank, wall_ns)
         trace.span("step", "compute", 1_000 + rank, 2_000)
-        trace.save(tmp_path / "own.json")
+        trace.close()
         text = (tmp_path / "own.json").read_text()
         (tmp_path / "own.json").write_text(text.replace('"boot": "', f'"boot": "{rank}'))
         merge_traces([tmp_path / "own.json"], tmp_path / f"host-{rank}.json")
@@ -201,7 +195,7 @@ def test_merging_something_else_is_refused(tmp_path):
 
 
 def test_a_trace_that_is_off_keeps_nothing_and_asks_no_clock(monkeypatch):
-    trace = NullTrace()
+    trace = Trace()
     for clock in ("monotonic_ns", "time_ns"):
         monkeypatch.setattr(f"time.{clock}", lambda: pytest.fail("a trace that is off asks what time it is"))
     trace.span("x", "compute", 0, 1, step=1)

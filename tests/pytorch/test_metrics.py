@@ -19,7 +19,7 @@ import syncline
 from syncline.cli.explain import ask, dump, top
 from syncline.cli.launcher.scratch import reserved_port
 from syncline.errors import ConfigurationError
-from syncline.observe import NullTrace
+from syncline.observe import Trace
 from syncline.pytorch import metrics, serving
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
@@ -43,7 +43,7 @@ VIEW = {"seconds": 8.0, "ranks": [], "links": [], "said": ["rank 1 holds the oth
 
 
 def job(rank: int) -> Callable[[], Any]:
-    told = SimpleNamespace(rank=rank, trace=NullTrace(), world_size=2, dumps=[])
+    told = SimpleNamespace(rank=rank, trace=Trace(), world_size=2, dumps=[])
     told.view = lambda: VIEW if rank == 0 else None
     told.dump_flights = lambda: told.dumps.append(rank)
     return lambda: told

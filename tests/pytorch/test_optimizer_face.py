@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from oracle_models import CASES, copies, loss_of
 from torch import nn
 
 from syncline.errors import PeerLostError, UpdateError
-from syncline.observe import Trace
+from syncline.observe import Trace, gather_events
 from syncline.pytorch.control import synchronize
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
@@ -337,10 +338,10 @@ def test_a_model_is_plain_again_after_close(run_fleets: Any) -> None:
     assert all(parameter.grad is not None for parameter in models[0].parameters())
 
 
-def test_the_trace_shows_what_a_step_is_made_of(run_fleets: Any) -> None:
+def test_the_trace_shows_what_a_step_is_made_of(run_fleets: Any, tmp_path: Path) -> None:
     models = copies(CASE.make(), 2)
 
-    def body(fleet: Fleet) -> set[str]:
+    def body(fleet: Fleet) -> None:
         model, optimizer = distribute(
             models[fleet.rank], torch.optim.Adam(models[fleet.rank].parameters()), samples="batch", fleet=fleet
         )
@@ -349,20 +350,17 @@ def test_the_trace_shows_what_a_step_is_made_of(run_fleets: Any) -> None:
             optimizer.step()
             optimizer.zero_grad()
         optimizer.synchronize()
-        names: set[str] = set()
-        fleet.barrier()
-        for _, name, *_rest in fleet.trace._events:
-            names.add(name)
         state = optimizer.training.updater.state
         owned = sum(value.nbytes for values in state.values() for value in values.values() if value.dim())
         assert 0 < owned < optimizer.num_state_bytes
-        return names
 
-    trace = Trace(rank=0)
-    for names in run_fleets(2, body, trace=trace):
-        assert {"forward", "backward", "step", "step 0", "step 1", "update of bucket 0"} <= names
-        assert any("all_gather of bucket 0" in name for name in names), sorted(names)
-        assert any("reduce_scatter of bucket 0" in name for name in names)
+    trace = Trace(rank=0, path=tmp_path / "trace.json")
+    run_fleets(2, body, trace=trace)
+    trace.close()
+    names = {event["name"] for event in gather_events([tmp_path / "trace.json"])}
+    assert {"forward", "backward", "step", "step 0", "step 1", "update of bucket 0"} <= names
+    assert any("all_gather of bucket 0" in name for name in names), sorted(names)
+    assert any("reduce_scatter of bucket 0" in name for name in names)
 
 
 @by_rule

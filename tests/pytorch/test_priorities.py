@@ -107,9 +107,9 @@ def test_it_is_said_once_that_classes_do_not_pay(run_fleets: Any, caplog: pytest
 
 
 def test_the_trace_names_the_class_of_each_bucket(run_fleets: Any, tmp_path: Any) -> None:
-    trace = Trace(rank=0)
+    trace = Trace(rank=0, path=tmp_path / "trace.json")
     run_fleets(2, lambda fleet: train(fleet, RULES["sharded"], PRIORITIES["given"]), trace=trace)
-    trace.save(tmp_path / "trace.json")
+    trace.close()
     events = json.loads((tmp_path / "trace.json").read_text())
     classes = {
         event["args"]["connection_class"] for event in events if event["name"].startswith("all_gather of bucket")

@@ -330,10 +330,10 @@ def test_a_failed_call_leaves_its_buffer_alone(in_memory):
 
 
 def test_failures_are_marked_in_the_trace(in_memory, tmp_path):
-    trace = Trace(rank=0)
+    trace = Trace(rank=0, path=tmp_path / "trace.json")
     communicators = in_memory(2, trace=trace)
     errors_of([communicators[0].barrier(timeout_s=0.05)])
-    trace.save(tmp_path / "trace.json")
+    trace.close()
     text = (tmp_path / "trace.json").read_text()
     assert '"failed: deadline"' in text
     assert '"name": "barrier"' in text

@@ -10,7 +10,7 @@ import pytest
 from segment_ranks import on_all
 
 from syncline.errors import DeadlineError, FabricClosedError, FabricError, MismatchError, PeerLostError
-from syncline.observe import Trace
+from syncline.observe import Trace, gather_events
 from syncline.runtime import numpy_reduction
 from syncline.runtime.reduction import DTYPES
 from syncline.runtime.shared_memory.opening import can_share
@@ -96,8 +96,8 @@ def test_each_rank_may_choose_for_each_call(in_shared_memory, seed):
     assert 0 < in_shared_memory[0] <= everybody_waits
 
 
-def test_counters_and_spans_are_those_of_the_engine(in_shared_memory):
-    traces = [Trace(rank=rank) for rank in range(2)]
+def test_counters_and_spans_are_those_of_the_engine(in_shared_memory, tmp_path):
+    traces = [Trace(rank=rank, path=tmp_path / f"trace-{rank}.json") for rank in range(2)]
     (first, second) = in_shared_memory(2)
     first.trace, second.trace = traces
     for communicator, trace in zip((first, second), traces, strict=True):
@@ -112,8 +112,9 @@ def test_counters_and_spans_are_those_of_the_engine(in_shared_memory):
     assert after.fabric.received_bytes - before.fabric.received_bytes == 4000 + 2000
     copied = after.fabric.by_class()[-2]
     assert (copied.sent_messages, copied.received_messages) == (2, 2)
-    spans = [(name, args) for kind, name, _, _, _, args in traces[0]._events if kind == "X"]
-    assert spans[0] == ("sum", {"bytes": 4000, "connection_class": 0, "step": 3})
+    traces[0].flush()
+    spans = [event for event in gather_events([tmp_path / "trace-0.json"]) if event["ph"] == "X"]
+    assert (spans[0]["name"], spans[0]["args"]) == ("sum", {"bytes": 4000, "connection_class": 0, "step": 3})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from syncline.errors import PeerLostError, ScheduleError, SynclineError
-from syncline.observe import NullTrace
+from syncline.observe import Trace
 from syncline.runtime.communicator import Communicator, communicators_in_memory
 from syncline.runtime.plans import Plans
 from syncline.schedule import Collective, Schedule, plan_tree, predict
@@ -32,7 +32,7 @@ class Recorder:
     def __init__(self, *, slice_bytes: int = 1000) -> None:
         self.rank, self.world_size, self.topology = 0, 3, TOPOLOGY
         self.bucket_slice_bytes = lambda _: slice_bytes
-        self.trace, self.timeout_s = NullTrace(), 1.0
+        self.trace, self.timeout_s = Trace(), 1.0
         self.calls: list[dict[str, Any]] = []
         self.connection_classes = SimpleNamespace(assign=lambda *_: None)
 

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from syncline.observe.trace import NullTrace, Trace, align_events, gather_events, merge_traces
+from syncline.observe.trace import Trace, align_events, gather_events, merge_traces
 
-__all__ = ["Trace", "NullTrace", "align_events", "gather_events", "merge_traces", "tell_if_long"]
+__all__ = ["Trace", "align_events", "gather_events", "merge_traces", "tell_if_long"]
 
 FIRST_S, EVERY_S = 2.0, 10.0
 

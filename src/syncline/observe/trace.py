@@ -110,8 +110,8 @@ class _Rows:
 class Trace:
     """Records the events of one rank; any thread may call any method.
 
-    ``path``: where events are written as the run goes on; None keeps them in memory for :meth:`save`.
-    ``max_events``: how many are kept at most; the rest is counted in :attr:`num_dropped`.
+    ``path``: where events are written as the run goes on; without one a trace is off but while somebody hears, and
+    every call returns at once. ``max_events``: how many are kept at most; the rest is counted in :attr:`num_dropped`.
 
     >>> trace = Trace(rank=0, path="trace.json")
     >>> start_ns = trace.now_ns()
@@ -134,13 +134,13 @@ class Trace:
         self._heard: deque[_Event] | None = None
         self._heard_ns = 0
         if self._path is not None:
-            self._path.write_text(self._head(), encoding="utf-8")
+            self._path.write_text("[\n" + _lines(self._about_rank(rank, host)), encoding="utf-8")
             atexit.register(self.close)
 
     @property
     def enabled(self) -> bool:
         """Whether anybody reads what is recorded; who would compute it for that alone asks first."""
-        return True
+        return self._path is not None or self._heard is not None
 
     @staticmethod
     def now_ns() -> int:
@@ -149,23 +149,19 @@ class Trace:
 
     def span(self, name: str, category: str, start_ns: int, end_ns: int, **args: Any) -> None:
         """Something that took from ``start_ns`` to ``end_ns``; ``category`` is its row."""
-        self._record(("X", name, category, start_ns, end_ns, args))
+        self._record("X", name, category, args, (start_ns, end_ns))
 
     def instant(self, name: str, category: str, **args: Any) -> None:
         """Something that happened now."""
-        now_ns = time.monotonic_ns()
-        self._record(("i", name, category, now_ns, now_ns, args))
+        self._record("i", name, category, args)
 
     def counter(self, name: str, value: float | Mapping[str, float]) -> None:
         """Record a quantity that has ``value`` from now on, or several by their names."""
-        now_ns = time.monotonic_ns()
-        values = dict(value) if isinstance(value, Mapping) else {"value": value}
-        self._record(("C", name, "", now_ns, now_ns, values))
+        self._record("C", name, "", dict(value) if isinstance(value, Mapping) else {"value": value})
 
     def about(self, kind: str, **facts: Any) -> None:
         """Record what readers of the trace need to know of the job, and viewers leave out; the last one counts."""
-        now_ns = time.monotonic_ns()
-        self._record(("M", f"syncline_{kind}", "", now_ns, now_ns, facts))
+        self._record("M", f"syncline_{kind}", "", facts)
 
     def flush(self) -> None:
         """Write what was recorded to the file, if there is one."""
@@ -179,7 +175,7 @@ class Trace:
     def end_hearing(self, *, rank: int, host: str) -> list[dict[str, Any]]:
         """Return what was heard as a trace file of that rank has it, without a step that had begun before.
 
-        >>> trace = NullTrace()
+        >>> trace = Trace()
         >>> trace.begin_hearing(100); trace.instant("here", "compute"); trace.enabled
         True
         >>> trace.end_hearing(rank=3, host="b1")[-1]["name"], trace.enabled
@@ -190,14 +186,6 @@ class Trace:
         new_rows, encoded = _Rows(rank).place(whole)
         return [*self._about_rank(rank, host), *new_rows, *encoded]
 
-    def save(self, path: str | Path) -> None:
-        """Write all events to ``path`` (the trace goes on)."""
-        with self._lock:
-            self._write_out()
-            kept = self._head() if self._path is None else self._path.read_text(encoding="utf-8")
-            text = kept + self._encoded(self._events) + self._tail()
-        Path(path).write_text(text, encoding="utf-8")
-
     def close(self) -> None:
         """Write what is left and complete the file; what is recorded later is dropped.
 
@@ -207,22 +195,29 @@ class Trace:
             return
         with self._lock:
             self._write_out()
-            self._num_left = 0
             if self._path is not None:
                 self._append(self._tail())
                 self._path = None
         with contextlib.suppress(Exception):  # the interpreter may be ending already
             atexit.unregister(self.close)
 
-    def _record(self, event: _Event) -> None:
+    def _record(
+        self, phase: str, name: str, category: str, args: dict[str, Any], span_ns: tuple[int, int] | None = None
+    ) -> None:
+        if not self.enabled:
+            return
+        start_ns, end_ns = span_ns or (time.monotonic_ns(),) * 2
+        event = (phase, name, category, start_ns, end_ns, args)
         if (heard := self._heard) is not None:
             heard.append(event)
+        if self._path is None:
+            return
         if self._num_left <= 0:
             self.num_dropped += 1
             return
         self._num_left -= 1
         self._events.append(event)
-        if self._path is not None and len(self._events) >= FLUSH_EVENTS:
+        if len(self._events) >= FLUSH_EVENTS:
             self.flush()
 
     def _write_out(self) -> None:
@@ -240,10 +235,7 @@ class Trace:
                 file.write(text)
         except OSError as error:  # a full disk must not end the run that is looked at
             _log.warning("rank %d: the trace %s ends here: %s", self.rank, self._path, error.strerror)
-            self._path, self._num_left = None, 0
-
-    def _head(self) -> str:
-        return "[\n" + _lines(self._about_rank(self.rank, self.host))
+            self._path = None
 
     def _about_rank(self, rank: int, host: str) -> list[dict[str, Any]]:
         monotonic_ns, wall_ns = self._anchor
@@ -260,41 +252,6 @@ class Trace:
     def _encoded(self, events: list[_Event]) -> str:
         new_rows, encoded = self._rows.place(events)
         return _lines(new_rows) + _lines(encoded)
-
-
-class NullTrace(Trace):
-    """A trace that is off but while somebody hears: every call returns at once.
-
-    >>> NullTrace().span("nothing", "compute", 0, 1)  # returns at once
-    """
-
-    def __init__(self) -> None:
-        super().__init__(max_events=0)
-
-    @property
-    def enabled(self) -> bool:
-        """Whether somebody hears."""
-        return self._heard is not None
-
-    def span(self, name: str, category: str, start_ns: int, end_ns: int, **args: Any) -> None:
-        """Nothing, unless somebody hears."""
-        if self._heard is not None:
-            super().span(name, category, start_ns, end_ns, **args)
-
-    def instant(self, name: str, category: str, **args: Any) -> None:
-        """Nothing, unless somebody hears."""
-        if self._heard is not None:
-            super().instant(name, category, **args)
-
-    def counter(self, name: str, value: float | Mapping[str, float]) -> None:
-        """Nothing, unless somebody hears."""
-        if self._heard is not None:
-            super().counter(name, value)
-
-    def about(self, kind: str, **facts: Any) -> None:
-        """Nothing, unless somebody hears."""
-        if self._heard is not None:
-            super().about(kind, **facts)
 
 
 def _metadata(rank: int, kind: str, **args: Any) -> dict[str, Any]:

@@ -140,7 +140,7 @@ class Fleet(FabricPlace):
 
     @property
     def trace(self) -> Trace:
-        """Where this rank's events go; a :class:`NullTrace` unless ``init(trace=)`` named a file."""
+        """Where this rank's events go; it is off unless ``init(trace=)`` named a file."""
         return self.communicator.trace
 
     @property

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypedDict
 import numpy as np
 
 from syncline.errors import ConfigurationError
-from syncline.observe import NullTrace, Trace
+from syncline.observe import Trace
 from syncline.runtime.reduction import Reduction
 from syncline.schedule import Collective, Layout, Schedule
 
@@ -216,7 +216,7 @@ class Description(NamedTuple):
         return zlib.crc32(self.identity.encode())
 
 
-def trace_call(trace: Trace | NullTrace, call: Call, start_ns: int, **args: object) -> None:
+def trace_call(trace: Trace, call: Call, start_ns: int, **args: object) -> None:
     """Record that ``call`` went on from ``start_ns`` until now."""
     if trace.enabled:
         about = {"bytes": call.num_bytes, "connection_class": call.connection_class}

@@ -21,7 +21,7 @@ from syncline.fabric import (
     Store,
     connect_tcp,
 )
-from syncline.observe import NullTrace, Trace
+from syncline.observe import Trace
 from syncline.priorities.settings import Priorities
 from syncline.runtime.call import BasicSettings, Call, CallSettings, CollectiveCall, common_settings
 from syncline.runtime.control import Failure, Tally
@@ -90,7 +90,7 @@ class Communicator:
         self.rank, self.world_size = fabric.rank, fabric.world_size
         self.members, self.user_stream = place_in_job(fabric)
         self.topology = topology
-        self.trace = trace if trace is not None else NullTrace()
+        self.trace = trace if trace is not None else Trace()
         self.timeout_s = timeout_s
         self.token = bytearray(secrets.token_bytes(TOKEN_BYTES) if self.rank == 0 else TOKEN_BYTES)
         """Rank 0's, on all ranks of a job from its start on: no other job in the same store has had it."""

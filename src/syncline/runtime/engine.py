@@ -18,7 +18,7 @@ from functools import partial
 from syncline.errors import ConfigurationError, FabricError, SynclineError
 from syncline.fabric import PeerLeftError, Transport
 from syncline.fabric.slice_executor import NUMBER_MASK, Execution, SlicedCall, check_tags_fit, first_tag
-from syncline.observe import NullTrace, Trace
+from syncline.observe import Trace
 from syncline.runtime import control, failures
 from syncline.runtime.call import Call, CollectiveCall, Description, trace_call
 from syncline.runtime.control import ControlError, ControlKind, Failure, Tally
@@ -115,7 +115,7 @@ class Engine:
         self._numbers = range(fabric.world_size) if numbers is None else numbers
         self._topology = topology
         self._clock = clock
-        self._trace = trace if trace is not None else NullTrace()
+        self._trace = trace if trace is not None else Trace()
         self._rank, self._world_size = fabric.rank, fabric.world_size
         self._unconnected = fabric.unconnected
         self._others = [rank for rank in range(fabric.world_size) if rank != fabric.rank]

@@ -137,10 +137,10 @@ def test_a_line_of_progress_and_the_fleet_tell_the_same_during_a_run_and_after_i
 
 
 def test_the_trace_shows_stars_exchanges_averages_and_elections(tmp_path) -> None:
-    trace = Trace(rank=0)  # of all ranks, which are threads here
+    trace = Trace(rank=0, path=tmp_path / "trace.json")  # of all ranks, which are threads here
     rule = Clustered(period=2, reelect_every=2, clusters=CLUSTERS)
     trained = run_fleets(5, lambda fleet: train(fleet, rule, 8), trace=trace)
-    trace.save(tmp_path / "trace.json")
+    trace.close()
     events = [event for event in json.loads((tmp_path / "trace.json").read_text()) if event["ph"] != "M"]
     named = collections.Counter(event["name"] for event in events)
     assert [named[f"star of batch {batch}"] for batch in range(8)] == [5] * 8

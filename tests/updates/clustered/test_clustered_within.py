@@ -105,10 +105,10 @@ def test_ranks_of_a_cluster_divide_the_state(make) -> None:
 @pytest.mark.parametrize("within", WITHIN)
 def test_servers_of_outer_rounds_are_drawn_anew_in_each_term(within: str, tmp_path) -> None:
     """Whoever serves has what its cluster brings, of which it keeps a part itself; nobody sends a mean in a batch."""
-    trace = Trace(rank=0)
+    trace = Trace(rank=0, path=tmp_path / "trace.json")
     rule = Clustered(period=2, reelect_every=1, clusters=CLUSTERS, within=WITHIN[within])
     trained = run_fleets(5, lambda fleet: train(fleet, rule, 12), trace=trace)
-    trace.save(tmp_path / "trace.json")
+    trace.close()
     events = [event for event in json.loads((tmp_path / "trace.json").read_text()) if event["ph"] != "M"]
     named = collections.Counter(event["name"] for event in events)
     assert [named[f"exchange of period {period}"] for period in range(6)] == [5] * 6

@@ -67,9 +67,9 @@ def test_what_was_pushed_is_in_a_global_gradient_or_counted_as_dropped() -> None
 
 
 def test_the_trace_shows_each_part_of_a_step(tmp_path):
-    trace = Trace()
+    trace = Trace(path=tmp_path / "trace.json")
     results = run_fleets(NUM_RANKS, train, trace=trace)
-    trace.save(tmp_path / "trace.json")
+    trace.close()
     events = json.loads((tmp_path / "trace.json").read_text())
     spans = Counter(event["name"].split(" of ")[0].split(" into ")[0] for event in events if event["ph"] == "X")
     assert spans["local step"] == NUM_RANKS * NUM_STEPS

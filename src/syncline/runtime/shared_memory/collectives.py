@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from syncline.errors import FabricClosedError
 from syncline.fabric import PeerStalls
-from syncline.observe import NullTrace, Trace
+from syncline.observe import Trace
 from syncline.runtime.call import Call, CollectiveCall, trace_call
 from syncline.runtime.flight_recorder import CallRecord
 from syncline.runtime.shared_memory.operation import PAYLOAD_BYTES, Operation, Part, Parts
@@ -150,9 +150,7 @@ class SharedMemoryCollectives:
     or asks whether it is done, meets the others in it (:meth:`make`).
     """
 
-    def __init__(
-        self, segment: Segment, links: EngineLinks, *, trace: Trace | NullTrace, is_for_all: bool = False
-    ) -> None:
+    def __init__(self, segment: Segment, links: EngineLinks, *, trace: Trace, is_for_all: bool = False) -> None:
         self._segment = segment
         self._links = links
         self._trace = trace
