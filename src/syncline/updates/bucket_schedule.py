@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +21,6 @@ from syncline.schedule import (
     ShardedStep,
     layout_of_step,
     plan_sharded_step,
-    predict_sharded_step,
     verify,
 )
 from syncline.schedule.in_trees import RESOLUTION, draft_row_with_owners
@@ -33,14 +31,9 @@ from syncline.schedule.spares import Apart, add_spares, spare_of_each
 from syncline.schedule.step_candidates import MANY_RANKS
 from syncline.schedule.step_flow import STEP
 from syncline.topology import Topology
-from syncline.units import format_duration
 from syncline.updates.bucket import BucketPlan, Slot
 from syncline.updates.ownership import Cost, Owners, Portions, assign_parameters, rank_shares
 
-_log = logging.getLogger(__name__)
-
-LEAST_GAIN = 0.05
-"""From which on it is told that other portions would be faster."""
 MOST_PLANNING = MANY_RANKS
 """With more ranks planning takes seconds, and what comes of it a hundredth of that to send and to prove."""
 MANY_BUCKETS = 64
@@ -176,8 +169,6 @@ def _steps_of_buckets(
     settings: dict[str, Any] = {"spares": options.spares, "slice_bytes": slice_bytes}
     plan = partial(plan_sharded_step, topology, num_bytes, most=most, portions=portions, **settings)
     whole = _planned_by_one(communicator, plan) if is_together and communicator.world_size > MOST_PLANNING else plan()
-    if communicator.rank == 0 and isinstance(portions, int | float):
-        _tell_what_pays(whole, topology, num_bytes, slice_bytes, most)
     if not options.whole_parameters:
         return [whole] * len(plans)
     own = most if most is None or whole.apart is None else [limit / 2 for limit in most]
@@ -201,27 +192,6 @@ def _planned_by_one(communicator: Communicator, plan: Callable[[], ShardedStep])
         return plan()
     communicator.sum_bytes(packed, label="rank 0's plan")
     return unpack_step(packed)
-
-
-def _tell_what_pays(
-    step: ShardedStep, topology: Topology, num_bytes: int, slice_bytes: int, most: Sequence[float] | None
-) -> None:
-    """Say when links would be faster with other owners than were asked for, and by how much."""
-    own = most if most is None or step.apart is None else [limit / 2 for limit in most]
-    fastest = plan_sharded_step(topology, num_bytes, most=own, portions="fastest", slice_bytes=slice_bytes)
-    now_s, then_s = (predict_sharded_step(one, topology, num_bytes, slice_bytes).time_s for one in (step, fastest))
-    if then_s > (1 - LEAST_GAIN) * now_s:
-        return
-    largest = max(fastest.shares)
-    _log.info(
-        'portions="fastest" would make the predicted time on links %.0f %% shorter, %s in place of %s; rank %d would '
-        "own %.1f %%. `syncline plan --collective sharded_step` shows what caps between cost",
-        100 * (1 - then_s / now_s),
-        format_duration(then_s),
-        format_duration(now_s),
-        fastest.shares.index(largest),
-        100 * largest,
-    )
 
 
 def _spares_of_parameters(
