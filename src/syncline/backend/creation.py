@@ -181,39 +181,14 @@ class SynclineProcessGroup(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         communicator = state.communicator
         super().__init__(communicator.rank, communicator.world_size)  # type: ignore[call-arg]  # one for subclasses
         self.state = state
-        self._name = self._description = ""
         # A mesh asks the group for a backend of each device; the calls come to the group itself.
         kind = dist.ProcessGroup.BackendType.CUSTOM
         for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
             self._register_backend(torch.device(device), kind, failing_backend(self.rank(), self.size()))
 
     def __repr__(self) -> str:
-        return f"<SynclineProcessGroup {self._name!r}: {self.state.communicator!r}>"
+        return f"<SynclineProcessGroup {self.group_name!r}: {self.state.communicator!r}>"
 
     def getBackendName(self) -> str:  # noqa: N802 - PyTorch's own name
         """Return the name that the backend is registered by."""
         return NAME
-
-    def getRank(self) -> int:  # noqa: N802 - as above
-        """Return this process's rank in the group."""
-        return self.state.communicator.rank
-
-    def getSize(self) -> int:  # noqa: N802 - as above
-        """Return the number of ranks of the group."""
-        return self.state.communicator.world_size
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802 - as above
-        """Take the name by which functional collectives find the group."""
-        self._name = name
-
-    def getGroupName(self) -> str:  # noqa: N802 - as above
-        """Return the name by which functional collectives find the group."""
-        return self._name
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - as above
-        """Take the user's description."""
-        self._description = description
-
-    def getGroupDesc(self) -> str:  # noqa: N802 - as above
-        """Return the user's description."""
-        return self._description

@@ -105,14 +105,3 @@ class MessageMatcher(Generic[R]):
             self._asked[source, tag] = kept
         elif waiting is not None:
             del self._asked[source, tag]
-
-    def drop(self, head: MessageHead) -> None:
-        """Forget a message that will not come."""
-        key = (head.source, head.tag)
-        kept = deque(one for one in self._heads.get(key, ()) if one[1] is not head)
-        if len(kept) != len(self._heads.get(key, ())):
-            self._num_unexpected[head.source] -= 1
-        if kept:
-            self._heads[key] = kept
-        else:
-            self._heads.pop(key, None)
