@@ -6,7 +6,7 @@ import pytest
 
 from syncline.priorities.meter import StepMeter, StepSample, median_of
 from syncline.priorities.settings import Priorities
-from syncline.priorities.tuner import MAX_PATIENCE, Decision
+from syncline.updates.class_tuner import MAX_PATIENCE, Decision
 
 
 class Clock:

@@ -15,11 +15,11 @@ from syncline.errors import ConfigurationError, SynclineError
 from syncline.observe import Trace
 from syncline.priorities.forward_timing import predict_forward
 from syncline.priorities.meter import StepSample
-from syncline.priorities.tuner import Decision, Verdict
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.topology import Topology
 from syncline.updates import AllReduce, Clustered, Sharded, UpdateRule
+from syncline.updates.class_tuner import Decision, Verdict
 from thread_fleets import run_over_tcp
 
 NUM_STEPS = 12

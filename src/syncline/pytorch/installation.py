@@ -19,7 +19,6 @@ from syncline.errors import UpdateError
 from syncline.members import Elastic
 from syncline.observe import tell_if_long
 from syncline.priorities.settings import Priorities
-from syncline.priorities.tuner import ClassTuner
 from syncline.pytorch.buffers import BufferBroadcast
 from syncline.pytorch.consistency import broadcast_model, check_agreement, describe_hyperparameters, describe_model
 from syncline.pytorch.control import check_untrained, offer_no_sync, withdraw_no_sync
@@ -41,6 +40,7 @@ from syncline.updates import Setting, Sharded, Updater, UpdateRule
 from syncline.updates.bucket import Bucket, BucketPlan
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketSchedule, plan_bucket_schedules
+from syncline.updates.class_tuner import ClassTuner
 from syncline.updates.combinations import TrainingRequest, check_combinations
 from syncline.updates.control import ControlStream
 from syncline.updates.ownership import most_shares

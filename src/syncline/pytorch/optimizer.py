@@ -14,7 +14,6 @@ import torch
 from syncline.arguments import Bounds, checked
 from syncline.errors import UpdateError
 from syncline.members import MembershipChange
-from syncline.priorities.tuner import TunerStatistics
 from syncline.pytorch.contributions import Gradients
 from syncline.pytorch.elastic_training import ElasticTraining
 from syncline.pytorch.epochs import Recovery
@@ -23,6 +22,7 @@ from syncline.pytorch.optimizer_state import divided_state
 from syncline.pytorch.training import Training
 from syncline.runtime.control import Tally
 from syncline.runtime.failures import STEP
+from syncline.updates.class_tuner import TunerStatistics
 from syncline.updates.private_torch import call_state_hooks, call_with_step_hooks, note_step
 
 

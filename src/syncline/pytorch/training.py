@@ -11,7 +11,6 @@ from torch import nn
 
 from syncline.errors import UpdateError
 from syncline.fabric.progress import FORWARD
-from syncline.priorities.tuner import ClassTuner
 from syncline.pytorch.backward import GradientCollector, SparseGradients
 from syncline.pytorch.buffers import BufferBroadcast
 from syncline.pytorch.consistency import Consistency
@@ -28,6 +27,7 @@ from syncline.pytorch.samples import SampleCount
 from syncline.pytorch.waiting import WaitingParameters
 from syncline.pytorch.watch import StepWatch
 from syncline.updates import Updater
+from syncline.updates.class_tuner import ClassTuner
 from syncline.updates.control import ControlStream
 from syncline.updates.private_torch import backward_pass, is_compiled
 from syncline.updates.report import PendingReport

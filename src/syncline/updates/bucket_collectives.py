@@ -117,11 +117,6 @@ class BucketCollectives:
         if communicator.has_segment and is_small and not communicator.topology.has_rates:
             communicator.open_segment(stream=smallest.stream)
 
-    @property
-    def backlog_bytes(self) -> int:
-        """What is under way at once, at most: it is not called back."""
-        return self.communicator.max_inflight_bytes
-
     def assign_classes(self, classes: Sequence[int], priorities: Priorities) -> None:
         """Let each bucket travel on its class from the next call on; what is missing for that is opened before."""
         assert len(classes) == len(self.bucket_schedules), "one class for each bucket"
@@ -129,7 +124,7 @@ class BucketCollectives:
         self.classes = tuple(classes)
 
     def open_classes(self, priorities: Priorities, *, only_check: bool) -> None:
-        """Open connections, or see that it could be done (see :class:`~syncline.priorities.tuner.Model`)."""
+        """Open connections, or see that it could be done later."""
         opened = self.communicator.connection_classes
         (opened.check if only_check else opened.open)(priorities)
 
@@ -143,10 +138,6 @@ class BucketCollectives:
             return totals.tolist()
 
         return wait
-
-    def note(self, what: str, **facts: object) -> None:
-        """Write an event into the trace."""
-        self.trace.instant(what, "update", **facts)
 
     def start(
         self,

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from syncline.members.job_record import Flags
-from syncline.priorities.tuner import ClassTuner
 from syncline.topology import Topology
 from syncline.updates.bucket import Bucket, placed
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketScheduleOptions
+from syncline.updates.class_tuner import ClassTuner
 from syncline.updates.control import ControlStream
 from syncline.updates.divided import DividedGradients
 from syncline.updates.elastic_calls import ElasticCall, Recover

@@ -241,7 +241,7 @@ class ShardedUpdater(Updater):
         self._ready = Readiness(len(self.buckets), self._waiting)
         self._thread = WorkerThread(f"syncline-update-{self.collectives.rank}", on_failure=self._fail)
         if overlap_forward and not self.steps_in_backward:
-            setting.tuner.tune(self._ready)
+            setting.tuner.tune(self._ready.watch)
 
     @property
     def divided_gradients(self) -> DividedGradients:

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from syncline.errors import ConfigurationError
 from syncline.priorities.meter import StepMeter
 from syncline.priorities.settings import Priorities
-from syncline.priorities.tuner import ClassTuner
+from syncline.updates.bucket_collectives import BucketCollectives
+from syncline.updates.class_tuner import ClassTuner
 
 NUM_BYTES = (100, 100)
 
 
-class RecordingModel:
+class RecordingCollectives:
     """Writes down what is asked of it; sums are those of a rank with a twin that measures the same."""
 
-    rank, world_size, backlog_bytes = 0, 2, 1000
+    rank, world_size = 0, 2
 
     def __init__(self) -> None:
+        self.communicator = SimpleNamespace(max_inflight_bytes=1000)
+        self.trace = SimpleNamespace(instant=self.note)
         self.classes: tuple[int, ...] = (0, 0)
         self.log: list[Any] = []
         self.error: Exception | None = None
@@ -37,7 +41,7 @@ class RecordingModel:
     def start_sum(self, numbers: Sequence[float], label: str) -> Callable[[], list[float]]:
         return lambda: [2 * number for number in numbers]
 
-    def note(self, what: str, **facts: object) -> None:
+    def note(self, what: str, category: str, **facts: object) -> None:
         assert facts["classes"] == self.classes, "what is told has been done"
 
 
@@ -72,7 +76,7 @@ class Forward:
 
 
 def tuner_of(
-    model: RecordingModel,
+    model: RecordingCollectives,
     forward: Forward,
     *,
     is_asked_for: bool = False,
@@ -80,13 +84,14 @@ def tuner_of(
     **terms: Any,
 ) -> ClassTuner:
     priorities = Priorities(measure_steps=2, **terms)
-    return ClassTuner(model, num_bytes, priorities, is_asked_for=is_asked_for, clock=lambda: forward.now_s)
+    collectives = cast("BucketCollectives", model)
+    return ClassTuner(collectives, num_bytes, priorities, is_asked_for=is_asked_for, clock=lambda: forward.now_s)
 
 
 def test_nothing_is_opened_before_a_search_finds_that_several_classes_pay() -> None:
-    model, forward = RecordingModel(), Forward()
+    model, forward = RecordingCollectives(), Forward()
     tuner = tuner_of(model, forward)
-    tuner.tune(forward)
+    tuner.tune(forward.watch)
     assert model.log == ["check"]
     for _ in range(2):
         forward.step(tuner, wait_s=4.0)
@@ -97,9 +102,9 @@ def test_nothing_is_opened_before_a_search_finds_that_several_classes_pay() -> N
 
 
 def test_classes_that_do_not_hold_what_was_promised_are_given_back() -> None:
-    model, forward = RecordingModel(), Forward()
+    model, forward = RecordingCollectives(), Forward()
     tuner = tuner_of(model, forward)
-    tuner.tune(forward)
+    tuner.tune(forward.watch)
     for _ in range(12):
         forward.step(tuner, wait_s=4.0)  # no shorter in two classes than it was in one
     assert model.log == ["check", (0, 1), (0, 0)]
@@ -107,25 +112,25 @@ def test_classes_that_do_not_hold_what_was_promised_are_given_back() -> None:
 
 
 def test_classes_that_do_not_pay_open_nothing() -> None:
-    model, forward = RecordingModel(), Forward()
+    model, forward = RecordingCollectives(), Forward()
     tuner = tuner_of(model, forward, min_gain=10.0, research_at=100.0)
-    tuner.tune(forward)
+    tuner.tune(forward.watch)
     for _ in range(12):
         forward.step(tuner, wait_s=4.0)
     assert model.log == ["check", (0, 0)]
 
 
 def test_what_a_user_asks_for_is_open_from_the_start() -> None:
-    model, forward = RecordingModel(), Forward()
-    tuner_of(model, forward, is_asked_for=True).tune(forward)
+    model, forward = RecordingCollectives(), Forward()
+    tuner_of(model, forward, is_asked_for=True).tune(forward.watch)
     assert model.log == ["open"]
 
 
 def test_fixed_proportions_hold_before_anything_is_measured() -> None:
-    model, forward = RecordingModel(), Forward()
+    model, forward = RecordingCollectives(), Forward()
     tuner = tuner_of(model, forward, search="equal", num_classes=2, dscp=None)
     assert model.log == [(0, 1)]
-    tuner.tune(forward)
+    tuner.tune(forward.watch)
     for _ in range(6):
         forward.step(tuner, wait_s=4.0)
     assert model.log == [(0, 1)]
@@ -133,14 +138,14 @@ def test_fixed_proportions_hold_before_anything_is_measured() -> None:
 
 
 def test_a_model_of_one_bucket_is_left_alone() -> None:
-    model, forward = RecordingModel(), Forward()
-    tuner_of(model, forward, num_bytes=(100,)).tune(forward)
+    model, forward = RecordingCollectives(), Forward()
+    tuner_of(model, forward, num_bytes=(100,)).tune(forward.watch)
     assert not model.log
     assert not forward.meters
 
 
 def test_what_could_not_be_opened_later_is_told_at_the_start() -> None:
-    model, forward = RecordingModel(), Forward()
+    model, forward = RecordingCollectives(), Forward()
     model.error = ConfigurationError("too few files")
     with pytest.raises(ConfigurationError, match="too few files"):
-        tuner_of(model, forward).tune(forward)
+        tuner_of(model, forward).tune(forward.watch)

@@ -24,7 +24,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from syncline.priorities.forward_timing import (
     ForwardPrediction,
@@ -35,6 +34,7 @@ from syncline.priorities.forward_timing import (
 )
 from syncline.priorities.meter import StepMeter, StepSample, median_of
 from syncline.priorities.settings import Priorities
+from syncline.updates.bucket_collectives import BucketCollectives
 
 MAX_PATIENCE = 64
 _log = logging.getLogger(__name__)
@@ -133,45 +133,6 @@ class Decision:
         return Verdict(chosen=best if pays else one, one_class_s=one.time_s, pays=pays, profile=profile)
 
 
-class Model(Protocol):
-    """The buckets of one model, as the tuner sees them; everything here is called by all ranks alike."""
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def backlog_bytes(self) -> int:
-        """What is begun and cannot be called back, at most."""
-
-    @property
-    def classes(self) -> tuple[int, ...]:
-        """The class of each bucket."""
-
-    def assign_classes(self, classes: Sequence[int], priorities: Priorities) -> None:
-        """Let each bucket travel on its class from the next call on; what is missing for that is opened before."""
-
-    def open_classes(self, priorities: Priorities, *, only_check: bool) -> None:
-        """Open these connections; or see, as far as that can be seen, that it could be done later."""
-
-    def start_sum(self, numbers: Sequence[float], label: str) -> Callable[[], list[float]]:
-        """Begin to sum numbers over all ranks; what is returned waits for the sums."""
-
-    def note(self, what: str, **facts: object) -> None:
-        """Write an event into the trace."""
-
-
-class Watched(Protocol):
-    """Where parameters become final, and are waited for."""
-
-    def watch(self, meter: StepMeter) -> None:
-        """Tell ``meter`` of each all-gather and of each need from now on."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunerStatistics:
     """Which bucket is in which class, and why; times are those of the last search, None if there was none."""
@@ -206,34 +167,36 @@ class ClassTuner:
 
     def __init__(
         self,
-        model: Model,
+        collectives: BucketCollectives,
         num_bytes: Sequence[int],
         priorities: Priorities,
         *,
         is_asked_for: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._model = model
+        self._collectives = collectives
         self._num_bytes = tuple(num_bytes)
         self._priorities = priorities
         self._is_asked_for = is_asked_for
         self._clock = clock
         self._meter: StepMeter | None = None
-        self._decision = Decision(priorities, self._num_bytes, backlog_bytes=model.backlog_bytes)
+        self._decision = Decision(
+            priorities, self._num_bytes, backlog_bytes=collectives.communicator.max_inflight_bytes
+        )
         self._samples: list[StepSample] = []
         self._num_steps = 0
         self._wait_sample: Callable[[], list[float]] | None = None
         self._has_told = False
         if priorities.is_on and not priorities.is_searched:
-            model.assign_classes(divide_by_proportions(self._num_bytes, priorities.proportions), priorities)
+            collectives.assign_classes(divide_by_proportions(self._num_bytes, priorities.proportions), priorities)
 
-    def tune(self, parameters: Watched) -> None:
-        """Measure and search from now on, if that is wanted: forward passes wait for these parameters."""
-        if not (self._priorities.is_searched and len(self._num_bytes) > 1 and self._model.world_size > 1):
+    def tune(self, watch: Callable[[StepMeter], None]) -> None:
+        """Measure and search from now on, if that is wanted: ``watch`` tells a meter of each all-gather and need."""
+        if not (self._priorities.is_searched and len(self._num_bytes) > 1 and self._collectives.world_size > 1):
             return
-        self._model.open_classes(self._priorities, only_check=not self._is_asked_for)
+        self._collectives.open_classes(self._priorities, only_check=not self._is_asked_for)
         self._meter = StepMeter(self._num_bytes, self._clock)
-        parameters.watch(self._meter)
+        watch(self._meter)
 
     def begin_forward(self) -> None:
         """Begin to measure a forward pass that a step may follow."""
@@ -267,7 +230,7 @@ class ClassTuner:
         width = 2 * len(self._num_bytes) + 2
         values = [*median_of(self._samples).values(), 1.0] if self._samples else [0.0] * (width + 1)
         self._samples = []
-        self._wait_sample = self._model.start_sum(values, "retuning of connection classes")
+        self._wait_sample = self._collectives.start_sum(values, "retuning of connection classes")
 
     def finish(self) -> None:
         """Wait for a sum that is under way: a rank that leaves must not end what others still need."""
@@ -279,9 +242,9 @@ class ClassTuner:
         """Return the classes, and what led to them."""
         verdict = self._decision.verdict
         if verdict is None:
-            return TunerStatistics(classes=self._model.classes, num_bytes=self._num_bytes)
+            return TunerStatistics(classes=self._collectives.classes, num_bytes=self._num_bytes)
         return TunerStatistics(
-            classes=self._model.classes,
+            classes=self._collectives.classes,
             num_bytes=self._num_bytes,
             forward_s=verdict.profile.forward_s,
             arrivals_s=verdict.chosen.arrivals_s,
@@ -296,10 +259,10 @@ class ClassTuner:
             return
         verdict = self._decision.verdict
         assert verdict is not None, "a search leaves a verdict"
-        self._model.assign_classes(verdict.chosen.classes, self._priorities)
+        self._collectives.assign_classes(verdict.chosen.classes, self._priorities)
         self._samples = []  # the forward pass before this step was made in other classes
-        self._model.note("connection classes", classes=verdict.chosen.classes)
-        if not verdict.pays and not self._has_told and self._model.rank == 0:
+        self._collectives.trace.instant("connection classes", "update", classes=verdict.chosen.classes)
+        if not verdict.pays and not self._has_told and self._collectives.rank == 0:
             self._has_told = True
             _log.log(
                 logging.WARNING if self._is_asked_for else logging.INFO,
