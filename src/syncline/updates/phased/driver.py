@@ -45,10 +45,6 @@ class PhasedStatistics:
     waiting_s: Mapping[str, float]
     """Time that the training thread waited, by what came last: ``"input"`` from the partner, ``"parameters"`` or a
     ``"spilled input"`` from storage, the ``"update"`` of the step before, or ``"sending"``: the partner had no room."""
-    measurement_s: float
-    writing_s: float
-    read_bytes: int
-    written_bytes: int
     sent_bytes: int
     """Activations and their gradients, to the partner."""
     spilled_bytes: int
@@ -183,10 +179,6 @@ class PairDriver(Driver):
             num_steps=self._num_steps,
             computing_s=self._computing_s,
             waiting_s=dict(self._waiting_s),
-            measurement_s=stage_store.measurement_s,
-            writing_s=stage_store.writing_s,
-            read_bytes=stage_store.read_bytes,
-            written_bytes=stage_store.written_bytes,
             sent_bytes=self._mailbox.sent_bytes.total(),
             spilled_bytes=stage_store.spilled_bytes,
             num_loads=stage_store.num_loads,

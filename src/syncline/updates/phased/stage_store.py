@@ -6,7 +6,6 @@ A shard's optimizer state goes there as named tensors and notes.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -127,8 +126,7 @@ class StageStore:
     ) -> None:
         self.storage = storage
         self.state_ledger = Ledger()
-        self.measurement_s = self.writing_s = 0.0
-        self.read_bytes = self.written_bytes = self.num_loads = self.spilled_bytes = 0
+        self.num_loads = self.spilled_bytes = 0
         self._stages = stages
         self._manifest = manifest
         self._files = {} if manifest is None else dict(manifest.files)
@@ -148,10 +146,10 @@ class StageStore:
         tensors = self._stages[number].tensors()
 
         def read() -> None:
-            self.read_bytes += self.storage.read_into(self._newest(parameters_name(number)), tensors)
+            self.storage.read_into(self._newest(parameters_name(number)), tensors)
             self.num_loads += 1
 
-        self._submit(f"load of stage {number}", read, then, is_reading=True)
+        self._submit(f"load of stage {number}", read, then)
 
     def read_parameters(self, number: int, then: Callable[[dict[str, torch.Tensor]], None]) -> None:
         """Read the parameters of a stage into memory of their own."""
@@ -165,10 +163,9 @@ class StageStore:
                 tensors, notes = self.storage.read(self._newest(state_name(number)))
                 self._states[number] = read_state(self._stages[number].plan.trained, tensors, notes)
                 num_bytes = self._counted_bytes[number] = self._states[number].num_bytes
-                self.read_bytes += num_bytes
                 self.state_ledger.add(num_bytes)
 
-        self._submit(f"load of state {number}", read, then, is_reading=True)
+        self._submit(f"load of state {number}", read, then)
 
     def take_state(self, number: int) -> ShardState | None:
         """Return the state that was read; None if there is none yet."""
@@ -200,7 +197,7 @@ class StageStore:
             if module_buffers:
                 self._write(buffers_name(number), module_buffers, notes, step)
 
-        self._submit(f"store of stage {number}", write, then, is_reading=False)
+        self._submit(f"store of stage {number}", write, then)
 
     def commit(self, step: int, generator: torch.Tensor, then: Callable[[], None]) -> None:
         """Declare that everything is stored as it is after ``step``."""
@@ -218,18 +215,17 @@ class StageStore:
 
         def write() -> None:
             num_bytes = self.storage.write(name, tensors, {})
-            self.written_bytes += num_bytes
             self.spilled_bytes += num_bytes if is_input else 0
 
-        self._submit(f"store of {name}", write, then, is_reading=False)
+        self._submit(f"store of {name}", write, then)
 
     def read_aside(self, name: str, tensors: Tensors, then: Callable[[], None]) -> None:
         """Read what :meth:`write_aside` has written into memory that is there."""
 
         def read() -> None:
-            self.read_bytes += self.storage.read_into(name, tensors)
+            self.storage.read_into(name, tensors)
 
-        self._submit(f"load of {name}", read, then, is_reading=True)
+        self._submit(f"load of {name}", read, then)
 
     def remove_aside(self, name: str) -> None:
         """Free what :meth:`write_aside` has written."""
@@ -244,27 +240,22 @@ class StageStore:
 
     def _write(self, name: str, tensors: Tensors, notes: Mapping[str, str], step: int) -> None:
         if self._manifest is None:
-            self.written_bytes += self.storage.write(name, tensors, notes)
+            self.storage.write(name, tensors, notes)
             return
         if self._forgotten_for != step:
             forget(self.storage, step)
             self._forgotten_for = step
         file = versioned(name, step)
-        self.written_bytes += self.storage.write(file, tensors, notes)
+        self.storage.write(file, tensors, notes)
         self._files[name] = (file, checksum(tensors, notes))
 
-    def _submit(self, name: str, work: Callable[[], None], then: Callable[[], None], *, is_reading: bool) -> None:
-        """Let the thread do ``work``, note how long that took, and go on."""
+    def _submit(self, name: str, work: Callable[[], None], then: Callable[[], None]) -> None:
+        """Let the thread do ``work``, let the trace have how long that took, and go on."""
 
         def job() -> None:
-            start_ns = time.monotonic_ns()
+            start_ns = self._trace.now_ns()
             work()
-            end_ns = time.monotonic_ns()
-            if is_reading:
-                self.measurement_s += (end_ns - start_ns) / 1e9
-            else:
-                self.writing_s += (end_ns - start_ns) / 1e9
-            self._trace.span(name, "storage", start_ns, end_ns)
+            self._trace.span(name, "storage", start_ns, self._trace.now_ns())
             then()
 
         self._thread.submit(0, (), job)
