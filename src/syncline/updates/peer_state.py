@@ -109,7 +109,7 @@ def plan_redistribution(
         source = min(having, key=lambda rank: (distance(rank, destination) if distance else 0, sent[rank], rank))
         sent[source] += part.stop - part.start
         moves.append(StateMove(source, destination, part))
-    return RedistributionPlan(moves=_joined(moves), missing=tuple(missing))
+    return RedistributionPlan(moves=tuple(moves), missing=tuple(missing))
 
 
 def _lacking(
@@ -134,23 +134,6 @@ def _by_holders(part: StatePart, holders: Sequence[tuple[int, int, int]]) -> Ite
     inside = sorted(cut for cut in cuts if part.start <= cut <= part.stop)
     for first, last in pairwise(inside):
         yield first, last, frozenset(rank for start, stop, rank in near if start <= first and stop >= last)
-
-
-def _joined(moves: Iterable[StateMove]) -> tuple[StateMove, ...]:
-    """Join what touches and goes the same way."""
-    joined: list[StateMove] = []
-    for move in moves:
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and last[:2] == move[:2]
-            and last.part.parameter == move.part.parameter
-            and last.part.stop == move.part.start
-        ):
-            joined[-1] = last._replace(part=last.part._replace(stop=move.part.stop))
-        else:
-            joined.append(move)
-    return tuple(joined)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
