@@ -221,10 +221,10 @@ class HierarchicalCollectives:
         self._find_layers: Callable[[torch.device], Layers | None] | None = find_layers
         self._layers: Layers | None = None
         self._losses: Port | None = None
-        self._port = group.open_port("collectives in layers")  # for its works; no message goes through it
+        self._port = group.open_port("collectives in layers")  # for the loop; no message goes through it
         self._lock = threading.Lock()
         self._under_way: set[HierarchicalWork] = set()
-        self._end = partial(end_work, self._port, self._under_way, self._lock)
+        self._end = partial(end_work, self._under_way, self._lock)
         self._failure: BaseException | None = None
         self._has_failed = threading.Event()
         self._scattering = WorkerThread("syncline-scattering", on_failure=self._broke)
@@ -242,7 +242,7 @@ class HierarchicalCollectives:
             if self._failure is not None:
                 raise self._failure
             announced = layers.announce(tensor, op.meaning, timeout_s)
-            runtime_work = self._port.work("all_reduce", timeout_s=timeout_s)
+            runtime_work = self._group.begin_work("all_reduce", timeout_s)
             work = HierarchicalWork(tensor, op, runtime_work, timeout_s=timeout_s, copier=self._copier)
             self._under_way.add(work)
             self._scattering.submit(0, (), partial(self._scatter, layers, work, announced))

@@ -235,9 +235,9 @@ class Communicator:
         work.record = record
         return work
 
-    def begin_work(self, label: str) -> Work:
+    def begin_work(self, label: str, timeout_s: float | None = None) -> Work:
         """Return a work for what several calls make, which whoever makes them ends (:meth:`Work.end`)."""
-        return Work(label, timeout_s=self.timeout_s, loop=self._loop, progress=self.progress)
+        return Work(label, timeout_s=timeout_s or self.timeout_s, loop=self._loop, progress=self.progress)
 
     def basic_settings(self, label: str, settings: BasicSettings) -> dict[str, Any]:
         """Return what any call here is made with: what ``settings`` say, else what is usual; it is called ``label``."""

@@ -136,13 +136,12 @@ class Staging:
     def __init__(self, communicator: Communicator, copier: DeviceCopier) -> None:
         self.copier = copier
         self._communicator = communicator
-        self._port = communicator.open_port("staging")  # for its works; no message goes through it
         self._lock = threading.Lock()
         self._free: deque[_Block] = deque()
         self._num_blocks = 0
         self._to_load: deque[tuple[StagedWork, CallPart]] = deque()
         self._under_way: set[StagedWork] = set()
-        self._end = partial(end_work, self._port, self._under_way, self._lock)
+        self._end = partial(end_work, self._under_way, self._lock)
         self._failure: BaseException | None = None
         self._loading = WorkerThread("syncline-to-host", on_failure=self._fail)
         self._storing = WorkerThread("syncline-to-device", on_failure=self._fail)
@@ -152,7 +151,7 @@ class Staging:
         if call.timeout_s <= 0:
             raise ConfigurationError(f"{call.label}: a deadline lies in the future, not {call.timeout_s} s away")
         self._communicator.progress.touch()
-        work = self._port.work(call.label, timeout_s=call.timeout_s)
+        work = self._communicator.begin_work(call.label, call.timeout_s)
         with self._lock:
             if self._failure is not None:
                 raise self._failure

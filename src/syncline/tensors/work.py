@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
-from syncline.errors import FabricError
-from syncline.runtime.port import Port
 from syncline.runtime.work import Work
 
 
@@ -68,22 +66,13 @@ class TensorWork:
         return cls([work for part in parts for work in part.works], finish_all)
 
 
-def end_work(
-    port: Port, under_way: set[Any], lock: threading.Lock, work: TensorWork, error: BaseException | None
-) -> None:
-    """End a work that is among those ``under_way``, once, on the loop's thread as long as there is one."""
-
-    def finish() -> None:
-        with lock:
-            is_first = work in under_way
-            under_way.discard(work)
-        if is_first:
-            work.works[0].finish(error)
-
-    try:
-        port.call_soon(finish)
-    except FabricError:
-        finish()
+def end_work(under_way: set[Any], lock: threading.Lock, work: TensorWork, error: BaseException | None) -> None:
+    """End a work that is among those ``under_way``, once."""
+    with lock:
+        is_first = work in under_way
+        under_way.discard(work)
+    if is_first:
+        work.works[0].end(error)
 
 
 OVER = TensorWork(())

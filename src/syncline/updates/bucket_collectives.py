@@ -8,7 +8,6 @@ from typing import Protocol
 
 import torch
 
-from syncline.errors import FabricError
 from syncline.priorities.settings import Priorities
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
@@ -51,8 +50,7 @@ def begin_when_loaded(
 
     ``thread`` waits for the copies, in the order in which they were queued, which is that in which they are done.
     """
-    port = communicator.open_port("calls on a device's values")  # for its works; no message goes through it
-    work, trace = port.work(label, timeout_s=communicator.timeout_s), communicator.trace
+    work, trace = communicator.begin_work(label), communicator.trace
     start_ns = trace.now_ns()
 
     def begin() -> None:
@@ -61,10 +59,7 @@ def begin_when_loaded(
             trace.span(f"for {label}", "from device", start_ns, trace.now_ns())
             call = start()
         except Exception as error:
-            try:
-                port.call_soon(work.finish, error)
-            except FabricError:  # the loop is gone
-                work.finish(error)
+            work.end(error)
         else:
             call.add_done_callback(lambda call: work.finish(call.exception()))
 
