@@ -103,38 +103,14 @@ def _clip(phase: Phase, first: int, last: int) -> Phase:
     )
 
 
-class _Accesses:
-    """Who reads and who wrote which range; grows by one row for each access."""
-
-    def __init__(self) -> None:
-        self._rows = np.empty((64, 3), np.int64)  # operation, first, last
-        self._num = 0
-
-    def add(self, operation: int, first: int, last: int) -> None:
-        if self._num == len(self._rows):
-            self._rows = np.concatenate([self._rows, np.empty_like(self._rows)])
-        self._rows[self._num] = operation, first, last
-        self._num += 1
-
-    def overlapping(self, first: int, last: int) -> set[int]:
-        rows = self._rows[: self._num]
-        return set(rows[(rows[:, 1] < last) & (rows[:, 2] > first), 0].tolist())
-
-    def forget_within(self, first: int, last: int) -> None:
-        """Drop the accesses that a new writer of [first, last) waits for: who waits for that writer waits for them."""
-        rows = self._rows[: self._num]
-        kept = rows[(rows[:, 1] < first) | (rows[:, 2] > last)]
-        self._num = len(kept)
-        self._rows[: self._num] = kept
-
-
 class _Compiler:
     def __init__(self, rank: int, num_atoms: int) -> None:
         self._rank = rank
         self._operations: list[dict[str, object]] = []
         self._waits: list[set[int]] = []
         self._last_writer = np.full(num_atoms, -1, np.int64)
-        self._reads = _Accesses()
+        self._reads: list[tuple[int, int, int]] = []
+        """Operations that read, and which range: [first, last)."""
 
     def add_phase(self, phase: Phase) -> None:
         phase_start = len(self._operations)
@@ -170,7 +146,7 @@ class _Compiler:
         operation = self._add(
             self._writers(send.first, send.last), kind=Kind.SEND, **_range(send), peer=send.peer, index=send.index
         )
-        self._reads.add(operation, send.first, send.last)
+        self._reads.append((operation, send.first, send.last))
 
     def _add_sums(self, receives: Sequence[Receive]) -> None:
         """Cut at every breakpoint, so that each apply has the same contributions over its whole range."""
@@ -227,11 +203,13 @@ class _Compiler:
         return set(self._last_writer[first:last].tolist()) - {-1}
 
     def _accessors(self, first: int, last: int) -> set[int]:
-        return self._writers(first, last) | self._reads.overlapping(first, last)
+        readers = {reader for reader, start, stop in self._reads if start < last and stop > first}
+        return self._writers(first, last) | readers
 
     def _wrote(self, operation: int, first: int, last: int) -> None:
         self._last_writer[first:last] = operation
-        self._reads.forget_within(first, last)
+        # Who waits for this writer waits for those that it waits for.
+        self._reads = [read for read in self._reads if read[1] < first or read[2] > last]
 
 
 def _range(message: Send | Receive) -> dict[str, int]:
