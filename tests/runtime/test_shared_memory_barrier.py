@@ -1,8 +1,13 @@
 """The rule by which a rank meets the others, without memory, threads or time."""
 
+import math
+from types import SimpleNamespace
+
 import pytest
 
-from syncline.runtime.shared_memory.collectives import LOOK_S, Outcome, meet, missing
+from syncline.observe import Trace
+from syncline.runtime.shared_memory import collectives
+from syncline.runtime.shared_memory.collectives import LOOK_S, Outcome, PutUp, SharedMemoryCollectives
 
 NUMBER, SIGNATURE = 7, 123
 BEFORE, BEGUN = 2 * NUMBER - 1, 2 * NUMBER
@@ -11,11 +16,14 @@ BEFORE, BEGUN = 2 * NUMBER - 1, 2 * NUMBER
 class ScriptedSlots:
     """Slots in which each wait is one entry of a script: what changes while a rank sleeps."""
 
+    rank, world_size, payload_bytes = 0, 3, 0
+
     def __init__(self, *script):
         self.progresses = {1: BEFORE, 2: BEFORE}
         self.headers = {}
         self.now_s = 0.0
         self.is_troubled = False
+        self.stalled = set()
         self.waits = []
         self._script = iter(script)
 
@@ -31,16 +39,14 @@ class ScriptedSlots:
         for event in next(self._script):
             event(self)
 
-    def meet(self, deadline_s=10.0):
-        return meet(
-            self,
-            [1, 2],
-            NUMBER,
-            SIGNATURE,
-            deadline_s=deadline_s,
-            now_s=lambda: self.now_s,
-            is_troubled=lambda: self.is_troubled,
-        )
+    def meet(self, deadline_s=10.0, stall_s=0.0):
+        stalls = SimpleNamespace(stalled=self.stalled, limit_s=stall_s)
+        links = SimpleNamespace(has_failed=lambda: self.is_troubled, stalls=stalls)
+        call, part = SimpleNamespace(timeout_s=deadline_s), SimpleNamespace(signature=SIGNATURE)
+        meeting = PutUp(number=NUMBER, call=call, work=None, part=part, start_ns=0, start_s=0.0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(collectives, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+            return SharedMemoryCollectives(self, links, trace=Trace()).await_others(meeting, until_s=math.inf)
 
 
 def puts_up(rank, signature=SIGNATURE):
@@ -117,7 +123,6 @@ def test_a_card_of_another_call_does_not_count():
 def test_trouble_ends_the_wait_for_who_is_not_there():
     slots = ScriptedSlots([puts_up(1)], [trouble])
     assert slots.meet() is Outcome.TROUBLED
-    assert missing(slots, [1, 2], NUMBER) == [2]
 
 
 def test_trouble_that_comes_with_the_last_rank_does_not_count():
@@ -128,5 +133,12 @@ def test_trouble_that_comes_with_the_last_rank_does_not_count():
 def test_time_is_over():
     slots = ScriptedSlots([puts_up(2)], [time_goes_by(9.98)], [time_goes_by(0.02)])
     assert slots.meet() is Outcome.LATE
-    assert missing(slots, [1, 2], NUMBER) == [1]
     assert slots.waits[-1] == (1, pytest.approx(0.02))
+
+
+def test_a_stalled_rank_is_late_at_once_when_its_limit_is_over():
+    slots = ScriptedSlots([time_goes_by(4.0)], [time_goes_by(2.0)])
+    slots.stalled = {1}
+    assert slots.meet(deadline_s=600.0, stall_s=5.0) is Outcome.LATE
+    assert slots.now_s == 6.0
+    assert slots.meet(deadline_s=600.0, stall_s=5.0) is Outcome.LATE, "it is not waited for"

@@ -8,7 +8,6 @@ import pytest
 from syncline.errors import DeadlineError
 from syncline.fabric import FabricOptions
 from syncline.runtime import numpy_reduction
-from syncline.runtime.shared_memory.collectives import Outcome, meet
 from syncline.topology import Topology
 
 FLOAT32 = numpy_reduction("float32")
@@ -106,30 +105,6 @@ def test_ports_know_who_is_stalled(in_memory):
     tick(communicators[0], 0.0, {1: 4})
     tick(communicators[0], 1.0, {1: 4})
     assert port.stalls.stalled == communicators[0].stalls.stalled == {1}
-
-
-def test_in_shared_memory_a_stalled_rank_is_late_at_once():
-    class Slots:
-        def progress(self, rank):
-            return 0
-
-        def has_header(self, rank, number, signature):
-            raise AssertionError("nobody came")
-
-        def wait(self, rank, seen, timeout_s):
-            raise AssertionError("it is not waited for")
-
-    outcome = meet(
-        Slots(),
-        [1],
-        3,
-        5,
-        deadline_s=600.0,
-        now_s=lambda: 0.0,
-        is_troubled=lambda: False,
-        is_stalled=lambda rank: rank == 1,
-    )
-    assert outcome is Outcome.LATE
 
 
 def test_in_shared_memory_a_stalled_rank_is_named(in_shared_memory):

@@ -68,45 +68,6 @@ class Outcome(Enum):
     UNDER_WAY = "some rank has not come yet, and this one does not wait any longer for now"
 
 
-def meet(
-    segment: Segment,
-    others: list[int],
-    number: int,
-    signature: int,
-    *,
-    deadline_s: float,
-    now_s: Callable[[], float],
-    is_troubled: Callable[[], bool],
-    is_stalled: Callable[[int], bool] = lambda _: False,
-    until_s: float = math.inf,
-) -> Outcome:
-    """Wait for ``others`` in call ``number``, which this rank has put up; ``deadline_s`` by the clock ``now_s``.
-
-    A rank that ``is_stalled`` is late at once. Who is there at ``until_s`` comes again later.
-    """
-    begun = 2 * number
-    for rank in others:
-        while (seen := segment.progress(rank)) < begun:
-            # A rank that met us may leave at once: what it saw of the others is here before its loss is known.
-            if is_troubled() and segment.progress(rank) < begun:
-                return Outcome.TROUBLED
-            left_s = deadline_s - now_s()
-            if left_s <= 0 or is_stalled(rank):
-                return Outcome.LATE
-            here_s = until_s - now_s()
-            if here_s <= 0:
-                return Outcome.UNDER_WAY
-            segment.wait(rank, seen, min(left_s, here_s, LOOK_S))
-        if not segment.has_header(rank, number, signature):
-            return Outcome.ELSEWHERE
-    return Outcome.MET
-
-
-def missing(segment: Segment, others: list[int], number: int) -> list[int]:
-    """Return the ranks that have not begun call ``number``."""
-    return [rank for rank in others if segment.progress(rank) < 2 * number]
-
-
 _BLANK = memoryview(mmap.mmap(-1, PAYLOAD_BYTES))
 """What a call has for a buffer that is not made yet; nothing is written there, so it is no memory."""
 
@@ -128,7 +89,7 @@ class EngineLinks(NamedTuple):
     """Which ranks do not train, though they live."""
 
 
-class _PutUp(NamedTuple):
+class PutUp(NamedTuple):
     """A call that this rank has put up, and in which it has not met the others yet."""
 
     number: int
@@ -165,7 +126,7 @@ class SharedMemoryCollectives:
         """Held by the thread that meets the others."""
         self._num_skipped = 0
         """Calls made here since the last one that was handed over."""
-        self._meeting: _PutUp | None = None
+        self._meeting: PutUp | None = None
         self._put_off: list[tuple[Call, Work]] = []
         self._has_lost = False
         self.num_calls: dict[str, int] = {}
@@ -253,33 +214,23 @@ class SharedMemoryCollectives:
         part.operation.put(call, self._segment.payload(self._segment.rank, number))
         self._segment.put_up(number, part.signature)
         call.place_own_part(self._segment.rank)  # the others need not wait for that
-        self._meet_in(_PutUp(number=number, call=call, work=work, part=part, start_ns=start_ns, start_s=start_s))
+        self._meet_in(PutUp(number=number, call=call, work=work, part=part, start_ns=start_ns, start_s=start_s))
         return True
 
-    def _meet_in(self, meeting: _PutUp) -> None:
+    def _meet_in(self, meeting: PutUp) -> None:
         """Let whoever waits for a call that is put up meet the others in it; with the lock held."""
         self._meeting = meeting
         meeting.work.make_by_waiting(self.make)
         self._num_skipped += 1
 
-    def _meet(self, meeting: _PutUp, limit_s: float) -> None:
-        number, call, stalls = meeting.number, meeting.call, self._links.stalls
+    def _meet(self, meeting: PutUp, limit_s: float) -> None:
+        number, call = meeting.number, meeting.call
         outcome, is_made = None, False
         try:
-            outcome = meet(
-                self._segment,
-                self._others,
-                number,
-                meeting.part.signature,
-                deadline_s=meeting.start_s + call.timeout_s,
-                now_s=time.monotonic,
-                is_troubled=self._is_troubled,
-                is_stalled=lambda rank: rank in stalls.stalled and time.monotonic() - meeting.start_s >= stalls.limit_s,
-                until_s=time.monotonic() + limit_s,
-            )
+            outcome = self.await_others(meeting, until_s=time.monotonic() + limit_s)
             is_made = outcome is Outcome.MET and self._take(number, call, meeting.part.operation)
             if outcome is Outcome.LATE:
-                absent = missing(self._segment, self._others, number)
+                absent = [rank for rank in self._others if self._segment.progress(rank) < 2 * number]
                 present = [rank for rank in range(self._segment.world_size) if rank not in absent]
                 self._links.late(call, absent, present, time.monotonic() - meeting.start_s)
         finally:
@@ -290,6 +241,28 @@ class SharedMemoryCollectives:
             self._count(call, meeting.part.operation)
             trace_call(self._trace, call, meeting.start_ns)
             meeting.work.end(None)
+
+    def await_others(self, meeting: PutUp, *, until_s: float) -> Outcome:
+        """Wait for the others in a call that this rank has put up; who is there at ``until_s`` comes again later.
+
+        A rank that is stalled is late at once.
+        """
+        segment, begun = self._segment, 2 * meeting.number
+        for rank in self._others:
+            while (seen := segment.progress(rank)) < begun:
+                # A rank that met us may leave at once: what it saw of the others is here before its loss is known.
+                if self._is_troubled() and segment.progress(rank) < begun:
+                    return Outcome.TROUBLED
+                now_s = time.monotonic()
+                left_s = meeting.start_s + meeting.call.timeout_s - now_s
+                if left_s <= 0 or self._is_stalled(rank, now_s - meeting.start_s):
+                    return Outcome.LATE
+                if now_s >= until_s:
+                    return Outcome.UNDER_WAY
+                segment.wait(rank, seen, min(left_s, until_s - now_s, LOOK_S))
+            if not segment.has_header(rank, meeting.number, meeting.part.signature):
+                return Outcome.ELSEWHERE
+        return Outcome.MET
 
     def _take(self, number: int, call: CollectiveCall, operation: Operation) -> bool:
         """Make the result; after a fault of ours the engine, which then ends all calls, tells why."""
@@ -310,7 +283,7 @@ class SharedMemoryCollectives:
         except FabricClosedError as error:  # which whoever waits is told, be it this thread or another
             work.end(error)
 
-    def _end_meeting(self, meeting: _PutUp, *, is_made: bool) -> None:
+    def _end_meeting(self, meeting: PutUp, *, is_made: bool) -> None:
         """Hand over the call if it was not made here, and what was put off, before any call that comes now."""
         with self._lock:
             self._meeting = None
@@ -320,6 +293,10 @@ class SharedMemoryCollectives:
             put_off, self._put_off = self._put_off, []
             for call, work in put_off:
                 self._begin(call, work, None)
+
+    def _is_stalled(self, rank: int, waited_s: float) -> bool:
+        stalls = self._links.stalls
+        return rank in stalls.stalled and waited_s >= stalls.limit_s
 
     def _is_troubled(self) -> bool:
         return self._has_lost or self._links.has_failed()
@@ -403,5 +380,5 @@ class KeptCall:
         call = replace(self._call, buffer=memory, timeout_s=timeout_s or self._call.timeout_s)
         work = own._links.begin(call, record)
         start_ns, start_s, number = own._trace.now_ns(), time.monotonic(), own._segment.number
-        own._meet_in(_PutUp(number=number, call=call, work=work, part=self._part, start_ns=start_ns, start_s=start_s))
+        own._meet_in(PutUp(number=number, call=call, work=work, part=self._part, start_ns=start_ns, start_s=start_s))
         return work
