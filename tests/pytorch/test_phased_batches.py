@@ -11,9 +11,9 @@ from torch import nn
 
 from syncline.errors import UpdateError
 from syncline.pytorch.phased import phase
-from syncline.updates.messaging import decode_record, encode_record
-from syncline.updates.phased.batch_check import Note, describe_batch
-from syncline.updates.phased.instructions import Pass
+from syncline.updates.phased.batch_check import describe_batch, describe_given, find_difference
+from syncline.updates.phased.instructions import Kind, Pass, Phase
+from syncline.updates.phased.kept_inputs import Message, decode
 
 INPUTS, TARGETS = make_batches(1, 1)[0][0]
 OTHERS = {
@@ -83,9 +83,16 @@ def test_everything_that_a_batch_holds_counts() -> None:
     assert describe_batch(torch.tensor(1.0 + 2.0j).conj()) == describe_batch(torch.tensor(1.0 - 2.0j))
 
 
-def test_a_note_travels_whole_whatever_it_says() -> None:
-    note = Note.of(Pass.TRAIN, ['"\\ä' * 500], ["'" * 500])
-    arrived, _ = decode_record(encode_record(note), (Note,), "a pair")
-    assert not note.differs_in(arrived)
-    assert not note.differs_in(Note.of(Pass.EVALUATE, 1, 2))
-    assert note.differs_in(Note.of(Pass.TRAIN, 1, ["'" * 500])) == ["inputs"]
+def test_what_was_given_travels_whole_whatever_it_says() -> None:
+    given = describe_given(['"\\ä' * 500], ["'" * 500])
+    message = Message(
+        phase=Phase(Kind.FORWARD, 1, 0), kind=Pass.TRAIN, number=1, is_tuple=False, num_samples=1.0, given=given
+    )
+    arrived, _ = decode(message.encode())
+    assert arrived.given == given
+    assert find_difference(("here", given), ("there", arrived.given), "step()") is None
+    others = describe_given(1, ["'" * 500])
+    assert "in step() their inputs differ: here inputs '" in str(
+        find_difference(("here", given), ("", others), "step()")
+    )
+    assert find_difference(("here", given), ("there", describe_given(None, ["'" * 500])), "step()") is None

@@ -21,8 +21,8 @@ from syncline.members import Membership
 from syncline.runtime.failures import LOOK
 from syncline.tensors.memory import bytes_of
 from syncline.updates.messaging import Driver, Mailbox, MessageStream
-from syncline.updates.phased.batch_check import BatchCheck, Found, Note
-from syncline.updates.phased.instructions import Compute, Instruction, Kind, Pass, Phase, Send
+from syncline.updates.phased.batch_check import Found, describe_given, find_difference
+from syncline.updates.phased.instructions import Compute, Instruction, Pass, Phase, Send
 from syncline.updates.phased.kept_inputs import Message, decode
 from syncline.updates.phased.micro_batches import MicroBatch
 from syncline.updates.phased.phase_work import CurrentPass, PhasedSetting
@@ -65,7 +65,7 @@ class PhasedStatistics:
 class PairDriver(Driver):
     """Runs passes; made and closed on the training thread, which also calls :meth:`run`."""
 
-    kinds_of_notes = (Note, Found)
+    kinds_of_notes = (Found,)
 
     def __init__(self, setting: PhasedSetting) -> None:
         super().__init__(
@@ -103,13 +103,8 @@ class PairDriver(Driver):
         self._num_heard = 0
         self._num_unsent = 0
         """Messages that are on their way, whose memory is not to be used for something else."""
-        self._batches = BatchCheck(
-            setting.port,
-            partner=setting.partner,
-            tell=self._send_note,
-            on_equal=self._wake,
-            on_mismatch=self.fail,
-        )
+        self._difference: Found | None = None
+        """Between the batches of the two ranks."""
 
     def __repr__(self) -> str:
         return f"<PairDriver with {self._partner}: {self._phases!r}>"
@@ -210,9 +205,9 @@ class PairDriver(Driver):
             step=self._phases.step + (kind is Pass.TRAIN),
             micros=micros,
             targets=whole[1],
+            given=describe_given(*whole),
             num_samples=sum(micro.num_samples for micro in micros),
         )
-        self._batches.begin(kind, *whole)
         self._stage_driver.work.begin(current)
         with self._changed:
             self._pass = current
@@ -254,11 +249,7 @@ class PairDriver(Driver):
         return is_over
 
     def _can_compute(self) -> bool:
-        """Whether a phase is to be computed; on what the partner sent, only when it was given the same batch."""
-        if self._next is None or self._num_unsent >= MAX_UNSENT:
-            return False
-        is_first = self._next.kind is Kind.FORWARD and self._next.stage == 0
-        return is_first or self._batches.num_compared == self._num_passes
+        return self._next is not None and self._num_unsent < MAX_UNSENT
 
     def _awaited(self) -> list[str]:
         is_full = self._next is not None and self._num_unsent >= MAX_UNSENT
@@ -362,8 +353,12 @@ class PairDriver(Driver):
         return accusing(DeadlineError(text), culprit)
 
     @property
+    def _name(self) -> str:
+        return self._port.describe_peer(self._port.rank)
+
+    @property
     def _partner(self) -> str:
-        return self._setting.port.describe_peer(self._setting.partner)
+        return self._port.describe_peer(self._setting.partner)
 
     def _tell(self, instruction: Instruction) -> None:
         """Tell the machine what is done, and do what follows from it."""
@@ -400,12 +395,24 @@ class PairDriver(Driver):
             return
         if (message.kind, message.number) == (current.kind, current.number):
             self._early = None
+            if message.given and self._finds_difference(message, current):
+                return
             self._stage_driver.inputs.add(message)
             self._obey(self._phases.arrived(message.phase, message.num_bytes))
 
+    def _finds_difference(self, message: Message, current: CurrentPass) -> bool:
+        """Compare the batch that the partner was given with the own one; with the lock held."""
+        call = f"call {current.number} of {current.kind.value}()"
+        text = find_difference((self._partner, message.given), (self._name, current.given), call)
+        if text is not None:
+            self._difference = Found(text=text)
+            self._port.call_soon(self._tell_difference)
+        return text is not None
+
     def _listen(self) -> None:
-        """Receive the next message, if there is room for it; with the lock held."""
-        if not self._is_listening and self._early is None and self._phases.inputs.has_room:
+        """Receive the next message, if there is room for it, and it is of the same batch; with the lock held."""
+        is_wanted = self._early is None and self._difference is None and self._phases.inputs.has_room
+        if is_wanted and not self._is_listening:
             self._is_listening, self._is_silent = True, False
             self._port.call_soon(self._receive)
 
@@ -427,14 +434,24 @@ class PairDriver(Driver):
         with self._changed:
             self._changed.notify_all()
 
-    def _on_note(self, _: int, note: Note | Found) -> None:
-        self._batches.hear(note)
+    def _tell_difference(self) -> None:
+        """Let the partner know, and wait until it does: both raise the error before either closes its connections."""
+        assert self._difference is not None, "it was found"
+        self._send_note(self._setting.partner, self._difference)
+        if self._port.is_lost(self._setting.partner):
+            self.fail(UpdateError(self._difference.text))
+
+    def _on_note(self, _: int, note: Found) -> None:
+        if self._difference is None:
+            self._difference = note
+            self._send_note(self._setting.partner, note)
+        self.fail(UpdateError(note.text))
 
     def _on_lost(self, peer: int, error: Exception) -> None:
         has_left = isinstance(error, PeerLeftError)
         self.membership.lose(peer, error, has_left=has_left)
-        if peer == self._setting.partner:
-            self._batches.partner_is_lost()
+        if peer == self._setting.partner and self._difference is not None:
+            self.fail(UpdateError(self._difference.text))
         if not has_left:
             self.fail(error)
         elif peer == self._setting.partner:

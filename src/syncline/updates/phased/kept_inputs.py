@@ -21,6 +21,7 @@ import torch
 
 from syncline.tensors.memory import bytes_of
 from syncline.updates.messaging import decode_record, encode_record
+from syncline.updates.phased.batch_check import Given
 from syncline.updates.phased.instructions import Fetch, Forget, Instruction, Kind, Pass, Phase, Remove, Spill
 from syncline.updates.phased.micro_batches import WHOLE, Part
 from syncline.updates.phased.stage_store import StageStore
@@ -47,6 +48,8 @@ class Message:
     """Which rows of the batch the micro-batch has."""
     loss: float | None = None
     """Of the micro-batches so far, once it is known."""
+    given: Given = ()
+    """With the first message of a pass: the batch, to be compared."""
 
     @property
     def num_bytes(self) -> int:

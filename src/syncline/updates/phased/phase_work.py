@@ -21,6 +21,7 @@ from syncline.runtime.communicator import Communicator
 from syncline.runtime.port import Port
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.control import ControlStream
+from syncline.updates.phased.batch_check import Given
 from syncline.updates.phased.instructions import Kind, Pass, Phase
 from syncline.updates.phased.kept_inputs import Message
 from syncline.updates.phased.micro_batches import MicroBatch, take
@@ -134,6 +135,7 @@ class CurrentPass:
     micros: Sequence[MicroBatch]
     targets: Any
     """Of the whole batch."""
+    given: Given = ()
     num_samples: float
     """Of this pair; the second rank is told by the first."""
     options: tuple[dict[str, Any], ...] = ()
@@ -224,6 +226,7 @@ class PhaseWork:
             num_samples=current.num_samples,
             share=share,
             part=part,
+            given=current.given if stage.number == phase.micro == 0 else (),
         )
 
     def _backward(
