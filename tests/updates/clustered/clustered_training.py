@@ -125,9 +125,9 @@ def _outer(rule: Clustered, book: list[_Cluster], table: torch.Tensor) -> list[t
     step_on = []
     for c, cluster in enumerate(book):
         weights = [1.0] * len(book)
-        highest = float(table[c].max())
-        if rule.is_literal and highest > 0:
-            weights = [max(MIN_WEIGHT, float(table[c, k]) / highest) if k != c else 1.0 for k in range(len(book))]
+        own = float(table[c, c])
+        if rule.is_literal and own > 0:
+            weights = [min(1.0, max(MIN_WEIGHT, float(table[c, k]) / own)) if k != c else 1.0 for k in range(len(book))]
         shares = [other.samples * weight for other, weight in zip(book, weights, strict=True)]
         mean = sum(share * vector for share, vector in zip(shares, brought, strict=True)) / sum(shares)
         step_on.append(cluster.mean + mean - brought[c] - (rule.period - 1) * cluster.weight * cluster.forecast)
@@ -136,7 +136,7 @@ def _outer(rule: Clustered, book: list[_Cluster], table: torch.Tensor) -> list[t
     for c in range(len(book)):
         for k in range(len(book)):
             cosine = torch.nn.functional.cosine_similarity(brought[c], brought[k], dim=0)
-            table[c, k] = 0 if c == k else DECAY * table[c, k] + (1 - DECAY) * max(0.0, float(cosine))
+            table[c, k] = DECAY * table[c, k] + (1 - DECAY) * max(0.0, float(cosine))
     for cluster in book:
         cluster.total, cluster.samples = torch.zeros_like(cluster.total), 0.0
     return step_on

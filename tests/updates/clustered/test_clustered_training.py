@@ -4,6 +4,7 @@ import logging
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from clustered_training import KilledError, batch, train, train_by_the_book
@@ -16,6 +17,7 @@ from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.topology import Topology
 from syncline.updates import AllReduce, TemporaryServer
+from syncline.updates.clustered.means import mixing_weights
 from syncline.updates.clustered.rule import Clustered
 from thread_fleets import run_fleets
 
@@ -112,6 +114,28 @@ def test_statistics_tell_clusters_servers_and_bytes() -> None:
     assert [period["available_memory_bytes"] > 0 for period in first.history] == [True, True]
     assert [("batch_s" in period) for period in first.history] == [False, True]
     assert first.features["batch_s"] == first.history[1]["batch_s"]
+
+
+def test_of_two_sites_the_one_whose_data_is_noise_counts_little() -> None:
+    """For each the other is worth a tenth; with data of the same kind they count alike."""
+
+    def body(fleet, *, is_noise: bool):
+        model = make_model()
+        rule = Clustered.literal(period=2, reelect_every=2, clusters=((0, 1), (2, 3)))
+        model, optimizer = distribute(model, make_sgd(model.parameters()), rule, samples="batch", fleet=fleet)
+        for step in range(12):
+            inputs, targets = batch(0, step)
+            if is_noise and fleet.rank > 1:
+                targets = 9.0 * torch.randn(targets.shape, generator=torch.Generator().manual_seed(step)).to(targets)
+            loss_of(model, inputs, targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return np.array(optimizer.statistics().contributions)
+
+    apart = run_fleets(4, partial(body, is_noise=True))[0]
+    alike = run_fleets(4, partial(body, is_noise=False))[0]
+    assert max(mixing_weights(apart, 0, [0, 1])[1], mixing_weights(apart, 1, [0, 1])[0]) < 0.2
+    assert mixing_weights(alike, 0, [0, 1])[1] == pytest.approx(1.0)
 
 
 def test_a_line_of_progress_and_the_fleet_tell_the_same_during_a_run_and_after_it() -> None:

@@ -13,14 +13,12 @@ def gram_of(vectors: np.ndarray) -> np.ndarray:
 def test_contributions_are_the_formula(seed: int, num_clusters: int) -> None:
     generator = np.random.default_rng(seed)
     before = generator.random((num_clusters, num_clusters))
-    np.fill_diagonal(before, 0)
     vectors = generator.normal(size=(num_clusters, 3))
     after = update_contributions(before, gram_of(vectors), range(num_clusters))
     for c in range(num_clusters):
         for k in range(num_clusters):
             cosine = vectors[k] @ vectors[c] / np.linalg.norm(vectors[k]) / np.linalg.norm(vectors[c])
-            expected = 0 if c == k else 0.9 * before[c, k] + 0.1 * max(0, cosine)
-            assert after[c, k] == pytest.approx(expected)
+            assert after[c, k] == pytest.approx(0.9 * before[c, k] + 0.1 * max(0, cosine))
 
 
 def test_a_cluster_that_was_absent_keeps_what_it_had() -> None:
@@ -32,13 +30,13 @@ def test_a_cluster_that_was_absent_keeps_what_it_had() -> None:
 
 def test_a_zero_vector_is_like_nothing() -> None:
     after = update_contributions(np.zeros((2, 2)), gram_of(np.array([[0.0], [1.0]])), [0, 1])
-    assert not after.any()
+    assert after.tolist() == [[0, 0], [0, pytest.approx(0.1)]]
 
 
-def test_weights_are_relative_to_the_best_and_never_below_the_least() -> None:
-    table = np.array([[0, 0.5, 0.25, 0.001], [0] * 4, [0] * 4, [0] * 4])
+def test_weights_are_relative_to_the_own_cluster_and_never_below_the_least() -> None:
+    table = np.array([[0.5, 0.5, 0.25, 0.001], [0] * 4, [0] * 4, [0] * 4])
     assert mixing_weights(table, 0, range(4)).tolist() == [1, 1, 0.5, 0.1]
-    assert mixing_weights(table, 0, [0, 2]).tolist() == [1, 0, 1, 0]
+    assert mixing_weights(table, 0, [0, 2]).tolist() == [1, 0, 0.5, 0]
 
 
 def test_where_nothing_is_known_all_count_alike() -> None:

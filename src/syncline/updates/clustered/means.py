@@ -1,7 +1,7 @@
 """What a rank makes of its cluster's means: what clusters are worth to one another, and the sum over a period.
 
-    C(t) = b C(t-1) + (1-b) max(0, cos(g_k, g_c))        of cluster k to cluster c, from past periods only
-    w_k  = max(w_min, C_k / max C)                       over the other clusters
+    C_ck(t) = b C_ck(t-1) + (1-b) max(0, cos(g_k, g_c))  of cluster k to cluster c, from past periods only
+    w_k     = clip(C_ck / C_cc, w_min, 1)                what a cluster is worth beside the own one
     mean = (n_c g_c + sum_k n_k w_k g_k) / (n_c + sum_k n_k w_k)
 
 with n the samples of a cluster. With w = 1, as everywhere but in `Clustered.literal()`, the mean is that of
@@ -78,17 +78,14 @@ def update_contributions(contributions: Floats, gram: Floats, present: Collectio
     updated = contributions.copy()
     indices = np.ix_(sorted(present), sorted(present))
     updated[indices] = DECAY * contributions[indices] + (1 - DECAY) * np.clip(cosines[indices], 0.0, 1.0)
-    np.fill_diagonal(updated, 0.0)
     return updated
 
 
 def mixing_weights(contributions: Floats, cluster: int, present: Collection[int]) -> Floats:
     """Return w of every cluster to ``cluster``: 1 for itself, 0 for those that are not ``present``."""
-    weights = np.zeros(len(contributions))
-    others = [number for number in present if number != cluster]
-    highest = max((contributions[cluster, number] for number in others), default=0.0)
-    for number in others:
-        weights[number] = max(MIN_WEIGHT, contributions[cluster, number] / highest) if highest > 0 else 1.0
+    weights, own = np.zeros(len(contributions)), contributions[cluster, cluster]
+    found = list(present)
+    weights[found] = np.clip(contributions[cluster, found] / own, MIN_WEIGHT, 1.0) if own > 0 else 1.0
     weights[cluster] = 1.0
     return weights
 
