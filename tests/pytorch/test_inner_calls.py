@@ -17,7 +17,7 @@ from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.updates import AllReduce, Clustered, LocalSteps, Overlapped, Sharded, UpdateRule
 
-RULES = [Sharded(), Sharded(overlap_forward=True), AllReduce(), LocalSteps(), Overlapped(), Clustered()]
+RULES = [Sharded(), Sharded(overlap_forward=True), AllReduce(), LocalSteps(), Overlapped(rule="swap"), Clustered()]
 NAMES = ["sharded", "sharded-overlap", "all_reduce", "local_steps", "overlapped", "clustered"]
 by_rule = pytest.mark.parametrize("rule", RULES, ids=NAMES)
 Put = Callable[[torch.optim.Optimizer, list[str]], None]

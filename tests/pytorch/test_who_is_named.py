@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from rank_scripts import Program, run_programs, run_script, script_environment
-from syncline.errors import SynclineError
+from syncline.errors import PeerLostError, SynclineError
 from syncline.pytorch.checkpoint import save_checkpoint
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
@@ -206,9 +206,15 @@ def fail(_: Loop) -> Any:
 
 
 def die(loop: Loop) -> Any:
-    """Be killed."""
+    """Be killed: it tells nothing more, though its timers go on here, and all others lose it."""
     communicator = loop.fleet.communicator
-    communicator._loop.call_soon(communicator._fabric.kill, loop.fleet.rank)
+    fabric = communicator._fabric
+
+    def end() -> None:
+        fabric.send_control = lambda *_: None
+        fabric._leave(PeerLostError, "is lost: its process died or was killed")
+
+    communicator._loop.call_soon(end)
     loop.sleep()
 
 

@@ -83,8 +83,8 @@ def test_links_are_used_by_what_all_ranks_put_on_them_and_processors_are_lacked(
             at = begin_ns + ms * MS
             name, other = ("a", "b") if rank == 0 else ("b", "a")
             moved = {f"{name} up": 1e6 * part, f"{other} down": 1e6 * part, f"rank {rank} up": 1e6 * part}
-            trace._record(("C", "bytes on links", "", at, at, moved))
-            trace._record(("C", "seconds without a processor", "", at, at, {"value": 0.15 * part}))
+            trace._record("C", "bytes on links", "", moved, (at, at))
+            trace._record("C", "seconds without a processor", "", {"value": 0.15 * part}, (at, at))
 
     found = explain(make_job(tmp_path, 2, fill))
     shares = {str(share.link): share.use for share in found.links}

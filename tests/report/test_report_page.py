@@ -84,7 +84,7 @@ def test_the_network_is_a_tree_with_its_bottleneck_marked_and_plans_stand_beside
         trace.counter("loss", 1.5)
         for part in (0, 1):
             at = begin_ns + part * 300_000_000
-            trace._record(("C", "bytes on links", "", at, at, {"a up": 1e6 * part, "b down": 1e6 * part}))
+            trace._record("C", "bytes on links", "", {"a up": 1e6 * part, "b down": 1e6 * part}, (at, at))
 
     main = main_of(build_page(explain(make_job(tmp_path, 2, fill))))
     (marked,) = [row for row in main.iter("tr") if row.get("class") == "full"]

@@ -30,7 +30,7 @@ children:
 """)
 WHOLE, DIVIDED = AllReduce(bucket_bytes=160), Sharded(bucket_bytes=160)
 """Of the small regression they make five buckets."""
-CLUSTERED = partial(Clustered, clusters=((0, 1), (2, 3)))
+CLUSTERED = partial(Clustered, clusters=((0, 1), (2, 3)), forecast=0)
 PARTIES = {"local steps": partial(LocalSteps, fragments=2), "clusters": CLUSTERED}
 """By rule, what has the parties of the two sites."""
 each_rule = pytest.mark.parametrize("rule", PARTIES.values(), ids=PARTIES)

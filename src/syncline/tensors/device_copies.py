@@ -190,6 +190,11 @@ def find_copier(device: torch.device) -> HostCopier | None:
     return _GPU_COPIER if device.type == "cuda" else PlainCopier()
 
 
+def copy_beside(copier: HostCopier, kind: CopyKind, device: torch.Tensor, host: torch.Tensor) -> Mark:
+    """Queue a copy behind what is in the caller's stream, and beside what comes next there; return its end."""
+    return copier.copy(device.device, kind, [CopyRange(device, host)], [copier.mark(device.device)])
+
+
 class HostCopy:
     """Host memory that stands for a flat tensor of a device between ranks: loaded from there, and stored there.
 

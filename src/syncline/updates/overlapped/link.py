@@ -32,7 +32,7 @@ from syncline.fabric import BULK
 from syncline.observe import Trace
 from syncline.runtime.port import Port
 from syncline.runtime.worker_thread import WorkerThread
-from syncline.tensors.device_copies import CopyKind, CopyRange, HostCopier, Mark
+from syncline.tensors.device_copies import CopyKind, HostCopier, Mark, copy_beside
 from syncline.tensors.memory import aligned, bytes_of
 from syncline.updates.flat import shares, sum_dtype, weighted_sum
 from syncline.updates.messaging import MessageStream, decode_record, encode_record
@@ -548,7 +548,7 @@ class WorkerLink:
         if self._copier is None:
             self._port.call_soon(self._transmit, place.push, messages, round_number)
         else:
-            copied = self._copy(CopyKind.TO_HOST, place.values, place.push.values)
+            copied = copy_beside(self._copier, CopyKind.TO_HOST, place.values, place.push.values)
             self._thread.submit(0, (), partial(self._push_when, copied, place.push, messages, round_number))
 
     def _push_when(self, copied: Mark, message: Message, messages: MessageStream, round_number: int) -> None:
@@ -561,14 +561,8 @@ class WorkerLink:
         if self._copier is None:
             return message.values
         values = torch.empty_like(like, dtype=message.values.dtype)
-        self._copier.follow(self._copy(CopyKind.TO_DEVICE, values, message.values))
+        self._copier.follow(copy_beside(self._copier, CopyKind.TO_DEVICE, values, message.values))
         return values
-
-    def _copy(self, kind: CopyKind, on_device: torch.Tensor, host: torch.Tensor) -> Mark:
-        """Queue a copy behind what is in the training's stream, and beside what comes next there; return its end."""
-        assert self._copier is not None, "it is on a device"
-        after = [self._copier.mark(on_device.device)]
-        return self._copier.copy(on_device.device, kind, [CopyRange(on_device, host)], after)
 
     # --- the loop's thread ---------------------------------------------------------------------------------------
 
