@@ -69,12 +69,12 @@ _SERVER = TemporaryServer()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clustered(PartyRule):
-    """Average gradients inside clusters of like machines each batch, and between clusters once a period.
+    """Average gradients inside clusters, sites or like machines, each batch, and between clusters once a period.
 
     `docs/mechanisms.md`, Clusters.
 
     ``period``: batches between two outer rounds of the clusters. ``reelect_every``: periods after which each cluster
-    draws a new temporary server. ``clusters``: ``"auto"`` (from the machines' features, as ``syncline cluster`` shows),
+    draws a new temporary server. ``clusters``: ``"auto"`` (from ``features``, as ``syncline cluster`` shows),
     how many, or the ranks of each. ``features``: the names of those that count, of what each machine reads of itself
     and what the topology's file says of it. Default: what the network says alone (``site``, ``uplink_bytes_per_s``,
     ``latency_s``), as what crosses slow links is what clusters are to save; and machines are not looked at. Where that
