@@ -6,10 +6,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
 from syncline.tensors.device_copies import CopyKind, CopyRange
+from syncline.updates import bucket as bucket_module
 
 WAIT_S = 60.0
 Job = tuple[Sequence[CopyRange], Sequence[threading.Event], threading.Event]
@@ -144,3 +146,11 @@ class ThreadDevice:
             with self._changed:
                 self.num_copied[direction] += 1
                 self._changed.notify_all()
+
+
+def hold_buckets(monkeypatch: Any) -> Iterator[ThreadDevice]:
+    """Let such a device hold all buckets meanwhile: for a fixture."""
+    made = ThreadDevice()
+    monkeypatch.setattr(bucket_module, "find_copier", lambda _: made)
+    yield made
+    made.stop()

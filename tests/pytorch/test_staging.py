@@ -18,8 +18,8 @@ from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.tensors.device_copies import CopyKind
-from syncline.updates import AllReduce, Clustered, LocalSteps, Sharded, UpdateRule, bucket as bucket_module
-from thread_device import ThreadDevice
+from syncline.updates import AllReduce, Clustered, LocalSteps, Sharded, UpdateRule
+from thread_device import ThreadDevice, hold_buckets
 
 RULES: dict[str, UpdateRule] = {
     "sharded": Sharded(bucket_bytes=2000),
@@ -42,10 +42,7 @@ def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadDevice]:
     """Give each bucket wire tensors of their own, full of NaN until something is staged."""
-    made = ThreadDevice()
-    monkeypatch.setattr(bucket_module, "find_copier", lambda _: made)
-    yield made
-    made.stop()
+    yield from hold_buckets(monkeypatch)
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -2,9 +2,9 @@
 
 Where links hold up steps of ``AllReduce`` or ``Sharded``, codes or local steps send less. Where they are fast, a rule
 that trades exactness for time gives it away for nothing; where global gradients of ``Overlapped`` come late, it takes
-more samples. Computing and waiting are rank 0's own, as measured in that
-minute; what links need is the bound for all parameters on the topology, so that only what differs clearly is said. Of
-``LocalSteps`` all ranks tell how fast they compute, so a party that holds the others up is named.
+more samples. Computing and waiting are rank 0's own, as measured in that minute; what links need is the bound for all
+parameters on the topology, so that only what differs clearly is said. Of ``LocalSteps`` all ranks tell how fast they
+compute, so a party that holds the others up is named.
 """
 
 from __future__ import annotations

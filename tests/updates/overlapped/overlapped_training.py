@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from small_regression import batch, loss_of, make_model, make_sgd, parameters_of
+from small_regression import batch, loss_of, make_adam, make_model, make_sgd, parameters_of
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.topology import Topology
+from syncline.updates import Overlapped
+from thread_fleets import run_fleets
 
 
 def size_of(rank: int, step: int) -> int:
@@ -53,3 +56,23 @@ def sites(*sizes: int) -> Topology:
         for name, size in zip("abc", sizes, strict=False)
     ]
     return Topology.parse("\n".join(["switch: wide-area", "children:", *rows]))
+
+
+def wait_for_silent(network: Any, silent: int) -> str:
+    """Train until rank 0 gives up waiting for a rank that makes no step; return what it says."""
+    release = threading.Event()
+
+    def body(fleet: Fleet) -> None:
+        model, optimizer = start(fleet, Overlapped(period=50, max_staleness=2), make_adam)
+        if fleet.rank == silent:
+            assert release.wait(60)
+            return
+        if fleet.rank == 0:
+            optimizer.training.updater.client._timeout_s = 1.5  # now that the job stands, which may take as long
+        try:
+            for step in range(5):
+                one_step(model, optimizer, fleet.rank, step)
+        finally:
+            release.set()
+
+    return str(run_fleets(network, body, accept=BaseException)[0])

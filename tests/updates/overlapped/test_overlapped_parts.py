@@ -67,7 +67,9 @@ def test_servers_are_shared_or_dedicated() -> None:
 
 
 numbers = st.integers(0, 2**32 - 1)
-LAYOUT = BucketLayout(index=0, stream=1, connection_class=0, num_elements=4, dtype=torch.bfloat16, world_size=3)
+LAYOUT = BucketLayout(
+    index=0, stream=1, connection_class=0, num_elements=4, dtype=torch.bfloat16, world_size=3, server=0, relay_of={}
+)
 
 
 @given(st.sampled_from([Push, End, Hello]), numbers, numbers, numbers, st.floats(0, 1e12))

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from overlapped_training import one_step, size_of, start, train_alone
+from overlapped_training import one_step, size_of, start, train_alone, wait_for_silent
 
 from small_regression import make_adam, make_sgd, parameters_of
 from syncline.errors import ConfigurationError
@@ -171,23 +171,9 @@ def test_closing_ends_the_period_that_is_under_way() -> None:
 
 
 def test_a_wait_ends_at_its_deadline_and_names_whom_it_waited_for() -> None:
-    release = threading.Event()
-
-    def body(fleet):
-        model, optimizer = start(fleet, Overlapped(period=50, max_staleness=2), make_adam)
-        if fleet.rank == 1:
-            release.wait(60)
-            return
-        optimizer.training.updater.client._timeout_s = 1.5  # now that the job stands, which may take as long
-        try:
-            for step in range(5):
-                one_step(model, optimizer, fleet.rank, step)
-        finally:
-            release.set()
-
-    results = run_fleets(2, body, accept=BaseException)
-    assert "waited 1.5 s for newer global gradients at iteration 3 of period 0" in str(results[0])
-    assert "rank 1 (host memory) did not deliver" in str(results[0])
+    told = wait_for_silent(2, 1)
+    assert "waited 1.5 s for newer global gradients at iteration 3 of period 0" in told
+    assert "rank 1 (host memory) did not deliver" in told
 
 
 @pytest.mark.parametrize(

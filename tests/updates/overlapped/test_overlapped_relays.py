@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from overlapped_recording import record
 from overlapped_replay import replay
-from overlapped_training import one_step, sites, start, train_alone
+from overlapped_training import one_step, sites, start, train_alone, wait_for_silent
 from test_overlapped_oracles import make_replica
-from test_overlapped_survival import PERIOD, DeathError, check_survivors, disconnect, train
+from test_overlapped_survival import PERIOD, DeathError, check_a_death_in_an_end, check_survivors, disconnect, train
 
 from small_regression import make_adam, make_sgd, parameters_of
-from syncline.errors import UpdateError
 from syncline.members import QuorumLostError
 from syncline.pytorch.distribute import distribute
 from syncline.schedule.replicas import find_parties
@@ -24,7 +22,6 @@ from syncline.updates.overlapped.link import HostedRelay, HostedShard
 from syncline.updates.overlapped.placement import place_relays, place_shards
 from syncline.updates.overlapped.relay import RelayShard
 from syncline.updates.overlapped.server import Fold, Forward, Push, Reply, Stop, Take
-from syncline.updates.rounds import Round
 from thread_fleets import run_fleets, run_over_tcp
 
 # --- who relays -------------------------------------------------------------------------------------------------------
@@ -218,23 +215,8 @@ def test_periods_may_end_early_on_some_ranks() -> None:
 
 
 def test_who_is_waited_for_is_a_worker_of_the_far_site_and_no_relay() -> None:
-    release = threading.Event()
-
-    def body(fleet):
-        model, optimizer = start(fleet, Overlapped(period=50, max_staleness=2), make_adam)
-        if fleet.rank == 3:
-            release.wait(60)
-            return
-        if fleet.rank == 0:
-            optimizer.training.updater.client._timeout_s = 1.5  # now that the job stands, which may take as long
-        try:
-            for step in range(5):
-                one_step(model, optimizer, fleet.rank, step)
-        finally:
-            release.set()
-
-    results = run_fleets(sites(2, 2), body, accept=BaseException)
-    assert "rank 3 (host memory) did not deliver: rank 0 waited 1.5 s for newer global gradients" in str(results[0])
+    told = wait_for_silent(sites(2, 2), 3)
+    assert "rank 3 (host memory) did not deliver: rank 0 waited 1.5 s for newer global gradients" in told
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------
@@ -308,17 +290,7 @@ def test_a_server_or_relay_is_cut_off_at_any_moment(
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("victim", [0, 2, 3])
 def test_a_death_while_a_period_ends(victim: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = Round._begin
-
-    def begin_and_die(self):
-        if self._rank == victim:
-            raise DeathError
-        return begin(self)
-
-    monkeypatch.setattr(Round, "_begin", begin_and_die)
-    results = run_fleets(SITES, lambda fleet: train(fleet, RULE), accept=(DeathError, UpdateError), seed=seed)
-    assert isinstance(results[victim], DeathError)
-    check_survivors(results, [rank for rank in range(5) if rank != victim])
+    check_a_death_in_an_end(SITES, RULE, victim, seed, monkeypatch)
 
 
 @pytest.mark.parametrize("leaving", [(0,), (2,), (2, 3)])

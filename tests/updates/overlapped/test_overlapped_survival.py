@@ -62,10 +62,8 @@ def test_the_rest_go_on_after_deaths(deaths: dict[int, int], seed: int | None, o
     check_survivors(results, [rank for rank in range(5) if rank not in deaths])
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_death_while_a_period_ends(victim: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The victim has taken part in the first collective of that end, and not in the others."""
+def check_a_death_in_an_end(network, rule, victim: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five ranks the victim has taken part in the first collective of that end, and not in the others."""
     begin = Round._begin
 
     def begin_and_die(self):
@@ -74,10 +72,16 @@ def test_a_death_while_a_period_ends(victim: int, seed: int, monkeypatch: pytest
         return begin(self)
 
     monkeypatch.setattr(Round, "_begin", begin_and_die)
-    rule = Overlapped(period=PERIOD, max_staleness=4, bucket_bytes=128)
-    results = run_fleets(5, lambda fleet: train(fleet, rule), accept=(DeathError, UpdateError), seed=seed)
+    results = run_fleets(network, lambda fleet: train(fleet, rule), accept=(DeathError, UpdateError), seed=seed)
     assert isinstance(results[victim], DeathError)
     check_survivors(results, [rank for rank in range(5) if rank != victim])
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_death_while_a_period_ends(victim: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = Overlapped(period=PERIOD, max_staleness=4, bucket_bytes=128)
+    check_a_death_in_an_end(5, rule, victim, seed, monkeypatch)
 
 
 @pytest.mark.parametrize("knowing", [(1,), (1, 2), (0, 1, 2)])

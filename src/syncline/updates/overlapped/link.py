@@ -76,7 +76,7 @@ UP, DOWN = range(2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketLayout:
-    """One bucket, as its messages have it; equal on every rank."""
+    """One bucket, as its messages have it, and where they go at first; equal on every rank."""
 
     index: int
     stream: int
@@ -85,6 +85,9 @@ class BucketLayout:
     num_elements: int
     dtype: torch.dtype
     world_size: int
+    server: int
+    relay_of: Mapping[int, int]
+    """Of each rank that pushes to a relay in place of the server, that."""
 
     def open_messages(self, port: Port, *, epoch: int) -> MessageStream:
         """Return the bucket's messages, after those of collectives; ``epoch`` counts the servers that it has had.
@@ -228,16 +231,16 @@ class HostedShard:
         *,
         epoch: int,
         lost: Iterable[int] = (),
-        relay_of: Mapping[int, int] | None = None,
         machine: ServerShard | None = None,
     ) -> None:
         """Host ``bucket`` from now on; ``epoch`` is the number of servers that it had before, which are dead.
 
-        ``relay_of``: of each worker that pushes to a relay, that; ``machine``: what decides, if it is no server.
+        ``machine``: what decides, if it is no server.
         """
         self.bucket = bucket
         self._layout = layout
-        self._relay_of = relay_of or {}
+        self._relay_of = {} if epoch or machine else bucket.relay_of
+        """Of workers whose pushes come from others; a relay has its own."""
         workers = {self._relay_of.get(worker, worker) for worker in layout.workers}
         self.machine = machine or ServerShard(
             workers=workers,
@@ -326,17 +329,15 @@ class HostedRelay(HostedShard):
 
     machine: RelayShard
 
-    def __init__(
-        self, port: Port, layout: ServerLayout, bucket: BucketLayout, *, server: int, site: Sequence[int]
-    ) -> None:
-        """Host it until the first loss, between the ranks of ``site`` and the bucket's ``server``."""
+    def __init__(self, port: Port, layout: ServerLayout, bucket: BucketLayout) -> None:
+        """Host it until the first loss, between the ranks that push here and the bucket's server."""
+        site = [rank for rank, relay in bucket.relay_of.items() if relay == port.rank]
         super().__init__(port, layout, bucket, epoch=0, machine=RelayShard(rank=port.rank, workers=site))
-        self._server = server
         self._listen()
 
     def _listen(self) -> None:
         message = self.bucket.make_down()
-        self._messages.receive(self._server, DOWN, message.memory, partial(self._on_answer, message))
+        self._messages.receive(self.bucket.server, DOWN, message.memory, partial(self._on_answer, message))
 
     def _on_answer(self, message: Message) -> None:
         reply = message.read()
@@ -351,7 +352,7 @@ class HostedRelay(HostedShard):
             self._cumulative = instruction.payload
         elif isinstance(instruction, Stop):
             stopped = Stopped(period=instruction.period, last_rounds=((self.bucket.index, instruction.last_round),))
-            self._messages.port.tell(self._server, encode_record(stopped))
+            self._messages.port.tell(self.bucket.server, encode_record(stopped))
         else:
             super()._do(instruction)
 
@@ -361,7 +362,7 @@ class HostedRelay(HostedShard):
         values = [one.payload for one in forward.contributions]
         weights = [one.weight for one in forward.contributions]
         message.values.copy_(weighted_sum(values, shares(weights), out=self._mean))
-        self._messages.send(self._server, UP, message.memory, lambda: self.obey(self.machine.sent()))
+        self._messages.send(self.bucket.server, UP, message.memory, lambda: self.obey(self.machine.sent()))
 
 
 class Place:
@@ -385,7 +386,6 @@ class WorkerLink:
         layout: ServerLayout,
         bucket: BucketLayout,
         *,
-        server: int,
         changed: threading.Condition,
         feed: Feed | Collect,
         trace: Trace,
@@ -394,7 +394,7 @@ class WorkerLink:
     ) -> None:
         self.bucket = bucket
         self._copier, self._thread = copier, thread
-        self.server = server
+        self.server = bucket.relay_of.get(port.rank, bucket.server)
         """Or the site's relay."""
         self.machine = BucketWorker(rank=port.rank, num_rounds=layout.period)
         self.num_forgotten = 0

@@ -148,7 +148,10 @@ class OverlappedUpdater(WholeUpdater):
         super().__init__(setting)
         communicator = self.collectives.communicator
         layout, kind = rule.layout(communicator.world_size), rule.kind(self.optimizer)
-        plans = [bucket.plan for bucket in self.buckets]
+        plans, topology = [bucket.plan for bucket in self.buckets], communicator.topology
+        num_bytes = [plan.num_bytes for plan in plans]
+        servers = place_shards(topology, layout.servers, num_bytes)
+        relays = place_relays(layout, find_parties(topology, "auto"), servers, num_bytes)
         buckets = [
             BucketLayout(
                 index=plan.index,
@@ -157,19 +160,17 @@ class OverlappedUpdater(WholeUpdater):
                 num_elements=plan.num_elements,
                 dtype=plan.dtype,
                 world_size=layout.world_size,
+                server=server,
+                relay_of=relay_of,
             )
-            for plan in plans
+            for plan, server, relay_of in zip(plans, servers, relays, strict=True)
         ]
         self._collects = [Collect() for _ in buckets if kind == "rebase"]
         self._rebase = Rebase(self.buckets, self.optimizer) if kind == "rebase" else None
-        topology, bucket_bytes = communicator.topology, [plan.num_bytes for plan in plans]
-        placement = place_shards(topology, layout.servers, bucket_bytes)
         self.client = ServerClient(
             communicator.open_port(f"overlapped update {layout}"),
             layout,
             buckets,
-            placement,
-            place_relays(layout, find_parties(topology, "auto"), placement, bucket_bytes),
             max_staleness=rule.max_staleness,
             feeds=self._collects or [Feed(replaces=kind == "swap") for _ in buckets],
             copiers=[bucket.copier for bucket in self.buckets],

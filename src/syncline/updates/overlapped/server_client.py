@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import get_args
@@ -222,8 +222,6 @@ class ServerClient(Driver):
         port: Port,
         layout: ServerLayout,
         buckets: Sequence[BucketLayout],
-        placement: Sequence[int],
-        relays: Sequence[Mapping[int, int]],
         *,
         max_staleness: int | None,
         feeds: Sequence[Feed | Collect],
@@ -232,7 +230,6 @@ class ServerClient(Driver):
         trace: Trace,
         newcomers: Newcomers | None = None,
     ) -> None:
-        """``placement``: the server of each bucket; ``relays``: of ranks that do not push to it, to whom they do."""
         super().__init__(port, Membership(layout.workers), timeout_s=timeout_s)
         self._newcomers = newcomers
         self._elders = () if newcomers is None else newcomers.elders
@@ -248,7 +245,7 @@ class ServerClient(Driver):
         self._ended_iterations = 0
         """Iterations of the periods that have ended: of each, those of the worker that came furthest."""
         self.lost = self.membership.lost
-        self._succession = Succession(layout, placement)
+        self._succession = Succession(layout, [bucket.server for bucket in buckets])
         self._max_staleness = max_staleness
         self._shortage: Exception | None = None
         """Too few workers are left to begin anything; those who left had ended the period, so its averages come."""
@@ -259,28 +256,17 @@ class ServerClient(Driver):
         """Where NaN or infinity was told to have begun first."""
         self.hosted: dict[int, HostedShard] = {}
         self._dropped_together: tuple[int, ...] = (0,) * layout.world_size
-        self._relays = relays
+        self._relays = {relay for bucket in buckets for relay in bucket.relay_of.values()}
+        """Until a rank is lost."""
         self._thread = WorkerThread("syncline-pushes", on_failure=self.fail)
         """Waits for copies from a device, if parameters are on one."""
-        self.links = self._make_links(placement, feeds, copiers, trace) if port.rank in layout.workers else []
+        link = partial(WorkerLink, port, layout, changed=self._changed, trace=trace, thread=self._thread)
+        of_worker = zip(buckets, feeds, copiers, strict=True) if port.rank in layout.workers else ()
+        self.links = [link(bucket, feed=feed, copier=copier) for bucket, feed, copier in of_worker]
         self._ends_together = False
         """Whether the period ends on the tree, just now."""
         self._has_someone_left = False
         """Somebody left by itself, without whom this rank goes on when it needs anybody; on the loop's thread."""
-
-    def _make_links(
-        self,
-        placement: Sequence[int],
-        feeds: Sequence[Feed | Collect],
-        copiers: Sequence[HostCopier | None],
-        trace: Trace,
-    ) -> list[WorkerLink]:
-        link = partial(WorkerLink, self._port, self.layout, changed=self._changed, trace=trace, thread=self._thread)
-        placed = zip(self._buckets, placement, self._relays, feeds, copiers, strict=True)
-        return [
-            link(bucket, server=relay_of.get(self._port.rank, server), feed=feed, copier=copier)
-            for bucket, server, relay_of, feed, copier in placed
-        ]
 
     def start(self) -> None:
         """Begin to serve and to listen; returns when both are so."""
@@ -288,12 +274,11 @@ class ServerClient(Driver):
 
     def _start(self) -> None:
         self._port.stand_back()
-        for bucket, server, relay_of in zip(self._buckets, self._succession.servers, self._relays, strict=True):
-            if server == self._port.rank:
-                self._host(bucket, epoch=0, relay_of=relay_of)
-            elif self._port.rank in relay_of.values():
-                site = [rank for rank, relay in relay_of.items() if relay == self._port.rank]
-                self.hosted[bucket.index] = HostedRelay(self._port, self.layout, bucket, server=server, site=site)
+        for bucket in self._buckets:
+            if bucket.server == self._port.rank:
+                self._host(bucket, epoch=0)
+            elif self._port.rank in bucket.relay_of.values():
+                self.hosted[bucket.index] = HostedRelay(self._port, self.layout, bucket)
         for link in self.links:
             link.listen()
         self._watch(self._buckets[0].stream)
@@ -508,7 +493,7 @@ class ServerClient(Driver):
 
     def _whom_to_ask(self) -> set[int]:
         """Return who knows whom a bucket waits for: its server, and of each other site the relay."""
-        return {*self._succession.servers, *(relay for relay_of in self._relays for relay in relay_of.values())}
+        return self._relays.union(self._succession.servers)
 
     def _late(self, phase: str) -> DeadlineError:
         what = {"staleness": "newer global gradients", "period": "the end of the period"}[phase]
@@ -524,8 +509,8 @@ class ServerClient(Driver):
 
     # --- the loop's thread ---------------------------------------------------------------------------------------
 
-    def _host(self, bucket: BucketLayout, *, epoch: int, relay_of: Mapping[int, int] | None = None) -> None:
-        shard = HostedShard(self._port, self.layout, bucket, epoch=epoch, lost=self.lost, relay_of=relay_of)
+    def _host(self, bucket: BucketLayout, *, epoch: int) -> None:
+        shard = HostedShard(self._port, self.layout, bucket, epoch=epoch, lost=self.lost)
         self.hosted[bucket.index] = shard
 
     def ask(self) -> None:
@@ -623,7 +608,7 @@ class ServerClient(Driver):
         except UpdateError as error:
             self.fail(error)
             return
-        self._relays = ()
+        self._relays = set()
         for move in moves:
             old = self.hosted.pop(self._buckets[move.position].index, None)
             if old is not None:
