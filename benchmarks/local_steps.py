@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import time
 from collections.abc import Callable
 from functools import partial
@@ -36,6 +37,8 @@ RULES: dict[str, Callable[[], Any]] = {
     "local": lambda: syncline.LocalSteps(parties=None),
     "local-auto": lambda: syncline.LocalSteps(period="auto"),
     "local-default": syncline.LocalSteps,
+    "patient": lambda: syncline.LocalSteps(parties=None, pace=syncline.Grace(seconds=0.2)),
+    "patient-sites": lambda: syncline.LocalSteps(pace=syncline.Grace(seconds=0.2, quorum=1)),
     "quarters": lambda: syncline.LocalSteps(parties=None, fragments=4),
     "in-turn": lambda: syncline.LocalSteps(parties=None, fragments=1, overlap=False),
     "diloco": lambda: syncline.LocalSteps(parties=None, fragments=1, overlap=False, outer=syncline.Nesterov()),
@@ -59,10 +62,12 @@ def time_step(method: str, options: argparse.Namespace) -> None:
     else:
         fleet = syncline.init(insecure=True)
         model, optimizer = syncline.distribute(model, optimizer, RULES[method](), fleet=fleet)
-    start_s, moments = 0.0, []
+    start_s, moments, pauses = 0.0, [], random.Random(int(os.environ["RANK"]))
     for step in range(options.leading + options.steps):
         if step == options.leading:
             start_s = time.monotonic()
+        if step >= options.leading and pauses.random() < options.pause_share:
+            time.sleep(options.pause_s)
         inputs = torch.randn(1, options.width, requires_grad=True)
         compute: Any = Timer.apply
         compute(model(compute(inputs, 0.02, True)), 0.03, False).square().mean().backward()
@@ -72,7 +77,7 @@ def time_step(method: str, options: argparse.Namespace) -> None:
     taken_s = (moments[-1] - start_s) / options.steps
     if int(os.environ["RANK"]) == 0:
         each = " ".join(f"{b - a:.2f}" for a, b in pairwise(moments[-options.steps - 1 :]))
-        told = "" if fleet is None else optimizer.progress()
+        told = "" if fleet is None else f"{optimizer.progress()} {optimizer.statistics()}"
         print(f"{method}: {taken_s:.3f} s, load {os.getloadavg()[0]:.1f}: {each}  {told}", flush=True)
     if fleet is None:
         torch.distributed.barrier()
@@ -93,6 +98,8 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", required=True)
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--leading", type=int, default=16, help="Steps before, not counted.")
+    parser.add_argument("--pause-share", type=float, default=0.0, help="Of the steps in which a rank pauses.")
+    parser.add_argument("--pause-s", type=float, default=1.0)
     parser.add_argument("--width", type=int, default=300)
     parser.add_argument("--layers", type=int, default=4)
     options = parser.parse_args()

@@ -201,6 +201,7 @@ CALLS: dict[str, Callable[[World], Right]] = {
     "syncline.Overlapped": lambda world: (syncline.Overlapped, {}),
     "syncline.Clustered": lambda world: (syncline.Clustered, {}),
     "syncline.Nesterov": lambda world: (syncline.Nesterov, {}),
+    "syncline.Grace": lambda world: (syncline.Grace, {}),
     "syncline.Elastic": lambda world: (syncline.Elastic, {}),
     "syncline.Elastic.choose": lambda world: (syncline.Elastic.choose, {"value": True}),
     "syncline.Priorities": lambda world: (syncline.Priorities, {}),

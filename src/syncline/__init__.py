@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from syncline.updates import (
         AllReduce as AllReduce,
         Clustered as Clustered,
+        Grace as Grace,
         LocalSteps as LocalSteps,
         Nesterov as Nesterov,
         Overlapped as Overlapped,
@@ -95,7 +96,7 @@ _NAMES = {
     "pytorch.fleet": "current_fleet Fleet",
     "cli.launcher.function": "launch",
     "pytorch.distribute": "distribute",
-    "updates": "Sharded AllReduce Overlapped LocalSteps Nesterov StateLostError Clustered",
+    "updates": "Sharded AllReduce Overlapped LocalSteps Nesterov Grace StateLostError Clustered",
     "members": "QuorumLostError Elastic MembershipChange",
     "priorities.settings": "Priorities",
     "pytorch.phased": "phase PhasedTrainer",

@@ -38,7 +38,6 @@ children:
     assert links["rank 2"] == Link.symmetric(1e9)
     assert links["rank 3"] == Link.unlimited()
     assert topology.hosts[2].features == {"gpu": "a100", "memory_gib": 40.0}
-    assert topology.lines == {"core": 3, "a1": 5, "a2": 5, "rack": 6, "b": 9}
 
 
 SOCKETS = """
@@ -67,7 +66,6 @@ def test_hosts_may_have_sockets_memory_and_a_gateway():
     assert dict(topology.links())["rank 6"] == Link.symmetric(40e9)
     assert [host.memory_bytes for host in topology.hosts] == [64 * 10**9, 64 * 10**9, 8 << 30]
     assert topology.gateways == {1: 0, 2: 0, 3: 0, 4: 0, 6: 5, 7: 5, 8: 5, 9: 5}
-    assert topology.lines["a1/x/y"] == 13
 
 
 def test_one_host_alone_and_the_name_taken_from_the_file():

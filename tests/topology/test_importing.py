@@ -38,11 +38,10 @@ def test_each_format_gives_the_tree(file: str, origin: str) -> None:
     links = dict(tree.links())
     assert {links[host.name].up_bytes_per_s for host in tree.hosts} == {1e8}
     assert {links[node.name].down_bytes_per_s for node in tree.root.children} == {2e8}
-    assert all(tree.lines[host.name] > 0 for host in tree.hosts)
     assert Topology.parse(tree.to_yaml()) == tree
 
 
-def test_a_tree_of_slurm_with_ranks_and_lines():
+def test_a_tree_of_slurm_with_ranks():
     topology = Topology.imported(
         "# comment\n\nSwitchName=leaf1 Nodes=n[01-02]  # two\nswitchname=leaf2 LinkSpeed=5 NODES=n03\n"
         "SwitchName=spine Switches=leaf[1-2] Nodes=login\n",
@@ -52,7 +51,6 @@ def test_a_tree_of_slurm_with_ranks_and_lines():
     assert [host.name for host in topology.hosts] == ["n01", "n02", "n03", "login"]
     assert topology.ranks_of("n02") == (2, 3)
     assert [node.name for node in topology.path(4)] == ["rank 4", "n03", "leaf2"]
-    assert topology.lines["n03"] == 4
     assert not topology.has_rates
 
 

@@ -178,7 +178,7 @@ def test_world_size_is_compared_by_name_line_and_number():
     with pytest.raises(TopologyError) as fewer:
         topology.check_world_size(1)
     assert str(fewer.value) == (
-        "Topology 'net.yaml' line 4 (host b, rank 1): the topology has 2 ranks but the job has 1; start 2, or give a "
+        "Topology 'net.yaml' (from host b, rank 1, on): the topology has 2 ranks but the job has 1; start 2, or give a "
         "topology of 1"
     )
     with pytest.raises(TopologyError, match=r"'net\.yaml': the topology has 2 ranks but the job has 3"):

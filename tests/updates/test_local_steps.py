@@ -429,8 +429,8 @@ def test_a_round_begins_and_ends_while_training_threads_compute(monkeypatch: pyt
     begun = [queue.SimpleQueue() for _ in range(3)]
     begin = Round._begin_early
 
-    def note(self):
-        begin(self)
+    def note(self, *arguments):
+        begin(self, *arguments)
         begun[self._rank].put(self)
 
     monkeypatch.setattr(Round, "_begin_early", note)
@@ -458,9 +458,9 @@ def test_a_rank_that_is_lost_within_a_round_is_named(begins: bool, monkeypatch: 
     have_told = threading.Event()
     begin = Round._begin_early
 
-    def begin_or_not(self):
+    def begin_or_not(self, *arguments):
         if self._rank != 1 or begins:
-            begin(self)
+            begin(self, *arguments)
         if self._rank == 1:
             have_told.set()
 

@@ -122,7 +122,7 @@ def with_rates_of(structure: Topology, measured: Topology) -> Topology:
         assert node.link is not None, "a division is a link"
         links[node.name] = replace(node.link, up_bytes_per_s=up, down_bytes_per_s=down)
     root = relinked(structure.root, links)
-    return Topology(name=structure.name, root=root, source=structure.source, lines=structure.lines)
+    return Topology(name=structure.name, root=root, source=structure.source)
 
 
 app = new_app(about="The network of a job's hosts, as a tree: show it, measure it, import it, or check a file of it.")

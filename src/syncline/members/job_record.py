@@ -297,4 +297,4 @@ def _with_child(node: Node, name: str, child: Rank) -> Node:
 
 def _topology(known: Topology, root: Node) -> Topology:
     assert isinstance(root, Switch | Host), "the root stays what it was, or is a new switch"
-    return Topology(name=known.name, root=root, source=known.source, lines=known.lines, priorities=known.priorities)
+    return Topology(name=known.name, root=root, source=known.source, priorities=known.priorities)

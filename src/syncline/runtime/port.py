@@ -191,14 +191,16 @@ class Port:
         num_heard = count()
 
         def look() -> None:
-            if self._is_closed:
-                return
             if count() == num_heard:
                 then()
             else:
                 self.hear_out(count, then)
 
-        asyncio.get_running_loop().call_later(LAST_WORDS_S, look)
+        self.call_later(LAST_WORDS_S, look)
+
+    def call_later(self, seconds: float, function: Callable[[], None]) -> None:
+        """Call ``function`` after so many seconds, unless this is closed; on the loop's thread."""
+        asyncio.get_running_loop().call_later(seconds, self._unless_closed(function))
 
     def cancel(self, peer: int, tag: int) -> None:
         """Forget a receive; its destination is not written any more."""

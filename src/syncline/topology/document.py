@@ -259,7 +259,7 @@ def parse_document(text: str, *, source: str | None = None) -> TopologyParts:
     builder = _Builder(marked, document)
     root = builder.build_root(document)
     priorities = document.priorities.build() if document.priorities is not None else None
-    return TopologyParts(name=name, root=root, source=source, lines=builder.lines, priorities=priorities)
+    return TopologyParts(name=name, root=root, source=source, priorities=priorities)
 
 
 class _Builder:

@@ -60,7 +60,7 @@ def import_parts(
         raise TopologyError(
             f"{label} line {switches[name].line}: switch {name!r} is below itself; a topology is a tree"
         )
-    return TopologyParts(name=origin, root=root, source=source, lines=builder.lines, priorities=None)
+    return TopologyParts(name=origin, root=root, source=source, priorities=None)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -36,9 +36,8 @@ class _Index(NamedTuple):
 class Topology:
     """The tree of a job's network.
 
-    ``priorities`` is what its file says of connection classes, if it does; it does not count in comparisons either.
-    ``source`` is the file that it came from and ``lines`` where each host and switch stands in it; both serve errors
-    alone and do not count when topologies are compared.
+    ``source`` is the file that it came from, and serves errors alone; ``priorities`` is what that says of connection
+    classes, if it does. Neither counts when topologies are compared.
 
     >>> topology = syncline.Topology.load("two-racks-5-3")
     >>> topology.num_ranks, topology.host_of(7).name
@@ -49,7 +48,6 @@ class Topology:
     root: Switch | Host
     source: str | None = field(default=None, compare=False)
     priorities: Priorities | None = field(default=None, compare=False)
-    lines: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
     _index: _Index = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -331,7 +329,7 @@ class Topology:
             raise TopologyError(f"{self._label()}: a part of it names each of its ranks once, not {list(ranks)!r}")
         root = _restrict(self.root, {old: new for new, old in enumerate(ranks)})
         assert isinstance(root, Switch | Host), "the root is above every rank"
-        return Topology(name=self.name, root=root, source=self.source, lines=self.lines, priorities=self.priorities)
+        return Topology(name=self.name, root=root, source=self.source, priorities=self.priorities)
 
     @checked
     def check_world_size(self, world_size: int) -> None:
@@ -339,8 +337,8 @@ class Topology:
         if world_size == self.num_ranks:
             return
         where = self._label()
-        if world_size < self.num_ranks and (line := self.lines.get(self.host_of(max(world_size, 0)).name)):
-            where += f" line {line} (host {self.host_of(max(world_size, 0)).name}, rank {max(world_size, 0)})"
+        if 0 <= world_size < self.num_ranks:
+            where += f" (from host {self.host_of(world_size).name}, rank {world_size}, on)"
         raise TopologyError(
             f"{where}: the topology has {counted(self.num_ranks, 'rank')} but the job has {world_size}; start "
             f"{self.num_ranks}, or give a topology of {world_size}"

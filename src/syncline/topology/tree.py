@@ -238,7 +238,6 @@ class TopologyParts(TypedDict):
     root: Switch | Host
     source: str | None
     priorities: Priorities | None
-    lines: Mapping[str, int]
 
 
 def walk(node: Node) -> Iterator[Node]:

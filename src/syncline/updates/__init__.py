@@ -7,7 +7,7 @@ from syncline.late_imports import late_names
 if TYPE_CHECKING:
     from syncline.updates.allreduce import AllReduce as AllReduce
     from syncline.updates.clustered.rule import Clustered as Clustered, TemporaryServer as TemporaryServer
-    from syncline.updates.local_steps import LocalSteps as LocalSteps, Nesterov as Nesterov
+    from syncline.updates.local_steps import Grace as Grace, LocalSteps as LocalSteps, Nesterov as Nesterov
     from syncline.updates.overlapped.rule import Overlapped as Overlapped
     from syncline.updates.ownership import matrix_cost as matrix_cost
     from syncline.updates.peer_state import StateLostError as StateLostError
@@ -20,7 +20,7 @@ _NAMES = {
     "sharded_updater": "ShardedStatistics",
     "ownership": "matrix_cost",
     "allreduce": "AllReduce",
-    "local_steps": "LocalSteps Nesterov",
+    "local_steps": "LocalSteps Nesterov Grace",
     "overlapped.rule": "Overlapped",
     "peer_state": "StateLostError",
     "clustered.rule": "Clustered TemporaryServer",

@@ -86,7 +86,7 @@ class ElasticLocalStepsUpdater(LocalStepsUpdater):
                 told=(*flight.told[: -len(NO_FLAGS)], *self._flags()),
                 control=self._control,
                 start_sum=self._start_sum(),
-                thread=self._part_collectives.thread,
+                thread=self._round_thread,
             )
             self._told_party = self._ranks
         streams = self._reserve(self._num_group_streams)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar, Literal
 
 from syncline.arguments import Count, check_fields
@@ -10,15 +12,17 @@ from syncline.errors import ConfigurationError
 from syncline.schedule.period import USUAL
 from syncline.schedule.replicas import Replicate
 from syncline.updates.allreduce import AllReduce
+from syncline.updates.attendance import Grace
 from syncline.updates.combinations import COMPRESSED, OF_DIVIDING_PARTIES, OF_LOCAL_STEPS, Combination
 from syncline.updates.compression import Compress, compress
 from syncline.updates.elastic_local_steps import ElasticLocalStepsUpdater
+from syncline.updates.late_parties import GraceLocalStepsUpdater
 from syncline.updates.local_steps_updater import LocalStepsUpdater, Nesterov, Pace
 from syncline.updates.party import PartyRule
 from syncline.updates.rule import Setting
 from syncline.updates.sharded import Sharded
 
-__all__ = ["LocalSteps", "Nesterov"]
+__all__ = ["Grace", "LocalSteps", "Nesterov"]
 
 _WHOLE = AllReduce(bucket_bytes=512 * 1024)
 
@@ -47,7 +51,9 @@ class LocalSteps(PartyRule):
     the others. ``"own"``: the fastest makes ``period``, others as many as they can make meanwhile, by what all measure
     while they train; or ``{"h0": 1.0, "h1": 0.5, ...}``, the speed of each host (a party is as fast as its slowest),
     which measures nothing. A party's move then has the weight of its samples for each step, so that each sample counts
-    the same. All ranks count the same rounds, so a loop may end by ``optimizer.statistics().num_rounds``.
+    the same. :class:`Grace`: as many, but rounds wait for a late party for a while only, and go on without it until it
+    comes; what it has moved meanwhile counts in its next round. All ranks count the same rounds, so a loop may end by
+    ``optimizer.statistics().num_rounds``.
     ``compress``: what slow links carry of rounds, as with :class:`Sharded`.
     ``within``: what the ranks of a party do in every batch. ``AllReduce()``: each steps the user's optimizer, and keeps
     all of its state. ``Sharded()``: each keeps and steps its part, for models whose state has no room on one rank;
@@ -66,10 +72,11 @@ class LocalSteps(PartyRule):
     nearest member.
 
     Raises :class:`ConfigurationError` for values that are out of range, for what does not suit a party in ``within``,
-    for ``period="auto"`` with ``outer``, and for it and ``pace="own"`` without ``overlap``, and from ``distribute()``
-    for a ``pace`` that leaves out a host; ``distribute()`` raises :class:`TopologyError` for parties that are not in
-    the topology, and :class:`UpdateError` for an optimizer that wants a closure. ``step()`` raises what a collective
-    does, and, on every rank, that parameters of a rank are not finite.
+    for ``period="auto"`` with ``outer`` or :class:`Grace`, and for it and ``pace="own"`` without ``overlap``, and from
+    ``distribute()`` for a ``pace`` that leaves out a host, or a quorum of more parties than there are; that raises
+    :class:`TopologyError` for parties that are not in the topology, and :class:`UpdateError` for an optimizer that
+    wants a closure. ``step()`` raises what a collective does, and, on every rank, that parameters of a rank are not
+    finite.
 
     >>> model, optimizer = syncline.distribute(model, optimizer, syncline.LocalSteps(period=8))
     >>> model(x).sum().backward(); optimizer.step(); optimizer.end_period()
@@ -94,6 +101,12 @@ class LocalSteps(PartyRule):
             "take within=AllReduce(), or leave out elastic=",
             when=lambda rule, _: rule.divides,
         ),
+        Combination(
+            "elastic=True",
+            "with pace=Grace(): a job that outlives losses counts on everyone in each round",
+            'take pace="own" for ranks that are slow, or leave out elastic=',
+            when=lambda rule, _: isinstance(rule.pace, Grace),
+        ),
         *COMPRESSED,
     )
 
@@ -105,11 +118,16 @@ class LocalSteps(PartyRule):
                 'LocalSteps: period="auto" is the shortest that links carry while ranks compute, so it goes neither '
                 "with outer, which wants long periods, nor with overlap=False, which waits; give a number of steps"
             )
+        if self.period == "auto" and isinstance(self.pace, Grace):
+            raise ConfigurationError(
+                'LocalSteps: period="auto" follows from how long all ranks wait for rounds, and pace=Grace() lets them '
+                "not wait; give a number of steps, or leave out pace"
+            )
         if not self.pace:
             raise ConfigurationError(
                 f"LocalSteps: pace must give the speed of each host, as {{'h0': 1.0}}, not {self.pace}"
             )
-        if not isinstance(self.pace, str):  # ranks compare rules as texts
+        if isinstance(self.pace, Mapping):  # ranks compare rules as texts
             object.__setattr__(self, "pace", dict(sorted(self.pace.items())))
         if self.pace == "own" and not self.overlap:
             raise ConfigurationError(
@@ -124,14 +142,18 @@ class LocalSteps(PartyRule):
             return "LocalSteps(parties=) names parts of its topology, and newcomers may be in none of them"
         return (
             ""
-            if isinstance(self.pace, str)
+            if not isinstance(self.pace, Mapping)
             else "LocalSteps(pace=) gives the speeds of hosts, and newcomers may come on others"
         )
 
     def start(self, setting: Setting) -> LocalStepsUpdater:
         """Begin to work on a model; every rank calls it, on the training thread."""
         compress(setting, self.compress)
-        kind = LocalStepsUpdater if setting.recover is None else ElasticLocalStepsUpdater
+        kind: Callable[..., LocalStepsUpdater] = partial(LocalStepsUpdater, pace=self.pace)
+        if isinstance(self.pace, Grace):
+            kind = partial(GraceLocalStepsUpdater, grace=self.pace)
+        elif setting.recover is not None:
+            kind = partial(ElasticLocalStepsUpdater, pace=self.pace)
         return kind(
             setting,
             within=self.within,
@@ -140,5 +162,4 @@ class LocalSteps(PartyRule):
             fragments=self.fragments,
             overlap=self.overlap,
             parties=self.parties,
-            pace=self.pace,
         )

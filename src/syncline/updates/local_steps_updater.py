@@ -34,9 +34,11 @@ import torch
 from syncline.arguments import Bounds, check_fields
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
+from syncline.runtime.worker_thread import WorkerThread
 from syncline.schedule import Collective
 from syncline.schedule.period import USUAL, PartyPeriod, measured_speeds
 from syncline.schedule.replicas import Replicate, find_parties
+from syncline.updates.attendance import Grace
 from syncline.updates.bucket import Bucket, BucketPlan, Slot
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketSchedule, BucketScheduleOptions, plan_bucket_schedules
@@ -64,8 +66,8 @@ _NUM_TOLD = 5
 """Numbers in a round: whether this rank ends, its step, how long rounds have held it up, in what time and steps."""
 _LEAST_S = 1e-9
 
-Pace = Literal["equal", "own"] | Mapping[str, Annotated[float, Bounds(above=0, below=math.inf)]]
-"""How many steps each party makes in a period."""
+Pace = Literal["equal", "own"] | Grace | Mapping[str, Annotated[float, Bounds(above=0, below=math.inf)]]
+"""How many steps each party makes in a period, and how long rounds wait for those that are late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,10 +168,14 @@ class LocalStepsStatistics:
     """Steps of this rank between two rounds of a parameter, as it is now."""
     parties: tuple[tuple[int, ...], ...]
     """The ranks of each party."""
+    num_left_out: int = 0
+    """Rounds that went on without this rank's party, as it was late."""
 
     def __str__(self) -> str:
         """One line for people."""
-        return f"{self.num_rounds} rounds in {self.num_steps} steps, {self.num_waits} waited for: {self.waited_s:.1f} s"
+        left_out = f", {self.num_left_out} without this party" if self.num_left_out else ""
+        waits = f"{self.num_waits} waited for: {self.waited_s:.1f} s"
+        return f"{self.num_rounds} rounds in {self.num_steps} steps{left_out}, {waits}"
 
 
 class LocalStepsUpdater(PartyUpdater):
@@ -233,10 +239,7 @@ class LocalStepsUpdater(PartyUpdater):
     def step(self) -> None:
         """Make the party's step; merge the round that is under way, and begin the next one, when it is time."""
         if self._is_equal:
-            for start, bucket in zip(self._starts, self.buckets, strict=True):
-                start.copy_(bucket.parameters)  # which a checkpoint may have brought
-            self._is_equal = False
-            self._begin_judging(after=self.step_number + 1)
+            self._begin_drifting()
         self._party.step()
         self._party.synchronize()
         self._unsent = [(samples + self._weight, steps + 1) for samples, steps in self._unsent]
@@ -344,6 +347,13 @@ class LocalStepsUpdater(PartyUpdater):
         self._num_ahead = 1  # that which begins in this step
         self._counts = replace(self._counts, period=self._period.own_steps)
 
+    def _begin_drifting(self) -> None:
+        """Note where all ranks have the same parameters, before this one makes a step."""
+        for start, bucket in zip(self._starts, self.buckets, strict=True):
+            start.copy_(bucket.parameters)  # which a checkpoint may have brought
+        self._is_equal = False
+        self._begin_judging(after=self.step_number + 1)
+
     def _meet(self) -> None:
         """Merge the round that is under way, if any, and begin the next one."""
         self._land()
@@ -356,22 +366,44 @@ class LocalStepsUpdater(PartyUpdater):
         """Begin the next round, of the fragment whose turn it is."""
         number = self._next_round % len(self._fragments)
         self._next_round += 1
-        copies = self._overlaps and not ends
+        moves = self._moves(number, copies=self._overlaps and not ends)
+        weight = self._weight_of(*self._unsent[number])
+        self._unsent[number], self._told_party = (0.0, 0), self._ranks
+        self._flight = self._begin_round(number, moves, weight=weight, told=self._told(ends=ends))
+
+    def _moves(self, number: int, *, copies: bool) -> list[Move]:
+        """Return how far this rank has moved in a fragment; if it ``copies``, as it is now."""
         moves = []
         for part in self._fragments[number]:
             now = part.of(part.bucket.parameters)
             moves.append(Move(part.plan, part.of(self._starts[part.bucket.index]), now.clone() if copies else now))
-        weight = self._weight_of(*self._unsent[number])
-        self._unsent[number], self._told_party = (0.0, 0), self._ranks
-        self._flight = Round(
+        return moves
+
+    @property
+    def _round_thread(self) -> WorkerThread:
+        """What begins the sums of rounds."""
+        return self._part_collectives.thread
+
+    def _begin_round(
+        self,
+        number: int,
+        moves: Sequence[Move],
+        *,
+        weight: float,
+        told: Sequence[float],
+        on_over: Callable[[], None] | None = None,
+    ) -> Round:
+        """Begin a round of fragment ``number``."""
+        return Round(
             moves,
             weight=weight,
-            told=self._told(ends=ends),
+            told=told,
             control=self._control,
             start_sum=self._start_sum(),
             label=f"a round of fragment {number}",
             is_coded=self.collectives.crossing is not None,
-            thread=self._part_collectives.thread,
+            thread=self._round_thread,
+            on_over=on_over,
         )
 
     def _told(self, *, ends: bool) -> Sequence[float]:
@@ -420,23 +452,38 @@ class LocalStepsUpdater(PartyUpdater):
         waited_s = self._counts.waited_s + time.monotonic() - start_s
         num_rounds = self._counts.num_rounds + 1
         self._counts = replace(self._counts, num_rounds=num_rounds, num_waits=num_waits, waited_s=waited_s)
-        has_weight = sum(flight.weights) > 0
+        self._step_outer(flight, parts, [move.start for move in flight.moves], means)
         for part, move, new in zip(parts, flight.moves, means, strict=True):
-            if self._outer and has_weight:
-                self._outer[part.bucket.index].apply(part, move.start, new)
-            now = part.of(part.bucket.parameters)
-            if move.values.data_ptr() == now.data_ptr():
-                now.copy_(new)
-            else:
-                now.add_(new - move.values)
-            move.start.copy_(new)
+            take_over(new, part, since=move.values, start=move.start)
         self._note_merged(flight)
         self._last_told = told = flight.wait_told()
         self._judge(told)
         return told
 
+    def _step_outer(
+        self,
+        flight: Round,
+        parts: Sequence[BucketPart],
+        starts: Sequence[torch.Tensor],
+        means: Sequence[torch.Tensor],
+    ) -> None:
+        """Replace the means of a round by what the outer optimizer makes of them, if there is one."""
+        if self._outer and sum(flight.weights) > 0:
+            for part, start, mean in zip(parts, starts, means, strict=True):
+                self._outer[part.bucket.index].apply(part, start, mean)
+
     def _note_merged(self, flight: Round) -> None:
         """Take note of a round that was merged."""
+
+
+def take_over(new: torch.Tensor, part: BucketPart, *, since: torch.Tensor, start: torch.Tensor) -> None:
+    """Let a part's parameters be ``new``, with what they have moved ``since``; ``start`` is to be where they begin."""
+    now = part.of(part.bucket.parameters)
+    if since.data_ptr() == now.data_ptr():
+        now.copy_(new)
+    else:
+        now.add_(new - since)
+    start.copy_(new)
 
 
 def _plan_whole(job: Communicator, plans: Sequence[BucketPlan], first_stream: int) -> tuple[BucketSchedule, ...]:

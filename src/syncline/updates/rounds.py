@@ -20,6 +20,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -97,7 +98,7 @@ class Round:
 
     ``told``: numbers of this rank that all are to see; ``start_sum`` begins to sum whole numbers of a bucket. With
     ``is_coded`` it codes float32, and is given the moves themselves. ``thread`` begins the sums as soon as all have
-    told; what goes wrong there does so again for who waits.
+    told, and runs ``on_over`` when nothing is under way any more; what goes wrong there does so again for who waits.
 
     Where a rank is lost some may have the result and others not. Those then get it (:meth:`share`), in a job that goes
     on; what nobody has the result of is begun again among those that are left (:meth:`again`).
@@ -114,6 +115,7 @@ class Round:
         label: str,
         is_coded: bool = False,
         thread: WorkerThread | None = None,
+        on_over: Callable[[], None] | None = None,
     ) -> None:
         self.moves = moves
         self.weight = weight
@@ -133,7 +135,7 @@ class Round:
         self._lock = threading.Lock()
         """Of whoever begins the sums."""
         if thread is not None:
-            thread.submit(0, (self._telling,), self._begin_early)
+            thread.submit(0, (self._telling,), partial(self._begin_early, thread, on_over))
 
     @property
     def weights(self) -> list[float]:
@@ -194,21 +196,31 @@ class Round:
 
         Raises :class:`UpdateError` on every rank if a parameter of any rank is not finite.
         """
-        sums = self._begin()
-        for one in sums:
+        self.wait_over()
+        return self.means([move.start for move in self.moves])
+
+    def wait_over(self) -> None:
+        """Wait until nothing is under way; raises as :meth:`wait` does."""
+        for one in self._begin():
             if one.work is not None:
                 one.work.wait()  # all of them: what a rank saves after a loss is not half a mean
-        means = [move.start.clone() for move in self.moves]
-        for mean, one, move in zip(means, sums, self.moves, strict=False):
+
+    def means(self, starts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the sums on top of where the parameters of each bucket began, once it is over."""
+        means = [start.clone() for start in starts]
+        for mean, one, start in zip(means, self._begin(), starts, strict=False):
             if one.exponent is None:
                 mean.add_(one.steps.to(mean.device))
             else:
-                from_steps(one.steps, move.start, exponent=one.exponent, out=mean)
+                from_steps(one.steps, start, exponent=one.exponent, out=mean)
         return means
 
-    def _begin_early(self) -> None:
+    def _begin_early(self, thread: WorkerThread, on_over: Callable[[], None] | None) -> None:
+        sums: list[_Sum] = []
         with contextlib.suppress(Exception):  # it is the same for who waits
-            self._begin()
+            sums = self._begin()
+        if on_over is not None:
+            thread.submit(0, [one.work for one in sums if one.work is not None], on_over)
 
     def _begin(self) -> list[_Sum]:
         """Begin to sum when all have told, unless another thread has."""

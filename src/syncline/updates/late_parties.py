@@ -1,0 +1,352 @@
+"""Local steps whose rounds go on without parties that are late (:class:`.Grace`).
+
+Rounds are begun by a thread beside the training, in the order in which rank 0 decides about them
+(:mod:`.attendance`). A rank of a party that is in brings its moves; one that is left out brings none, without weight,
+while its training goes on. On every rank that thread also makes of each round what the global parameters become, one
+round after the other. So they are the same everywhere, and one copy of the parameters has room for all the rounds that
+a late party has missed, however many they are.
+
+At its next round a party takes them over,
+
+    parameters = global ones + (parameters now - those that were sent, or else those that the period began from)
+
+and what it has moved meanwhile goes to the next round that it is in. All ranks of a party must take over as many rounds
+in the same step, so they agree on that first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from syncline.errors import ConfigurationError, DeadlineError, SynclineError, UpdateError, name_ranks
+from syncline.runtime.communicator import Communicator
+from syncline.runtime.worker_thread import WorkerThread
+from syncline.schedule.replicas import find_parties
+from syncline.updates.attendance import Attendance, Begun, Decided, Grace
+from syncline.updates.bucket_collectives import BucketCollectives
+from syncline.updates.control import ControlStream
+from syncline.updates.local_steps_updater import LocalStepsUpdater, take_over
+from syncline.updates.messaging import decode_record, encode_record
+from syncline.updates.rounds import Move, Round
+from syncline.updates.rule import Setting
+
+_log = logging.getLogger(__name__)
+_TOLD_BY_THE_LATE = (0.0, 0.0, 0.0, 1.0, 0.0)
+"""In a round that a rank is left out of: it does not end, and nothing is known of its steps."""
+
+
+class Decisions:
+    """What rank 0 decides, as this rank knows it; ``on_decided`` is called on the loop's thread after each one.
+
+    ``changed`` guards it, and tells of each one, and of a failure.
+    """
+
+    def __init__(self, communicator: Communicator, attendance: Attendance, on_decided: Callable[[], None]) -> None:
+        self.changed = threading.Condition()
+        self.failure: BaseException | None = None
+        self.number = 0
+        """Of rounds that are decided."""
+        self._decided: dict[int, Decided] = {}
+        self._attendance, self._on_decided = attendance, on_decided
+        self._were_late: set[int] = set()
+        self._look_s: float | None = None
+        self._timeout_s = communicator.timeout_s
+        self._port = communicator.open_port("late parties")
+        communicator.watch_failure(self.fail)
+
+    def watch(self, stream: int) -> None:
+        """Hear from now on what ranks tell each other on a stream."""
+        self._port.call(lambda: self._port.watch_controls(stream, self._on_control), self._timeout_s)
+
+    def begin(self, number: int, *, ends: bool) -> None:
+        """Tell that this rank has begun a round."""
+        self._port.call_soon(self._tell, 0, Begun(number, ends))
+
+    def left_out(self, number: int) -> Sequence[int]:
+        """Return the parties that a round goes on without."""
+        return self._decided[number].left_out
+
+    def forget(self, before: int) -> None:
+        """Keep no decisions about rounds before this one."""
+        with self.changed:
+            for number in [number for number in self._decided if number < before]:
+                del self._decided[number]
+
+    def fail(self, error: BaseException) -> None:
+        """End all waits; from any thread."""
+        with self.changed:
+            self.failure = self.failure or error
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Hear of nothing any more."""
+        with contextlib.suppress(SynclineError):  # a loop that broke or hangs has nothing to tell
+            self._port.call(self._port.close, self._timeout_s)
+
+    # The loop's thread.
+
+    def _tell(self, peer: int, note: Begun | Decided) -> None:
+        if peer == self._port.rank:
+            self._hear(peer, note)
+        else:
+            self._port.tell(peer, encode_record(note))
+
+    def _on_control(self, peer: int, payload: bytes) -> None:
+        try:
+            note, _ = decode_record(payload, (Begun, Decided), "rounds with a grace window")
+        except ValueError as error:
+            self.fail(UpdateError(f"{self._port.describe_peer(peer)} sent what is none: {error}"))
+        else:
+            self._hear(peer, note)
+
+    def _hear(self, peer: int, note: Begun | Decided) -> None:
+        if isinstance(note, Begun):
+            self._attendance.begin(peer, note.number, ends=note.ends, now_s=self._now_s())
+            self._decide()
+            return
+        with self.changed:
+            self._decided[note.number] = note
+            self.number = note.number + 1
+            self.changed.notify_all()
+        self._on_decided()
+
+    def _decide(self) -> None:
+        number, left_out = self._attendance.number, self._attendance.decide(self._now_s())
+        if left_out is not None:
+            self._warn_of(left_out, number)
+            self._look_s = None
+            for rank in range(self._port.world_size):
+                self._tell(rank, Decided(number, left_out))
+        elif (look_s := self._attendance.look_s) is not None and look_s != self._look_s:
+            self._look_s = look_s
+            self._port.call_later(look_s - self._now_s(), self._decide)
+
+    def _warn_of(self, parties: Sequence[int], number: int) -> None:
+        """Say of each party once that it was late; its statistics count how often."""
+        for party in set(parties).difference(self._were_late):
+            self._were_late.add(party)
+            who = name_ranks(self._attendance.parties[party])
+            _log.warning("round %d of LocalSteps goes on without %s, late by more than its grace", number, who)
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+class _Sent(NamedTuple):
+    """What this rank brings to a round, if its party is in."""
+
+    number: int
+    fragment: int
+    moves: list[Move]
+    unsent: tuple[float, int]
+    told: Sequence[float]
+
+
+class GraceLocalStepsUpdater(LocalStepsUpdater):
+    """Local steps at work on one model, in rounds that late parties hold up for a while only."""
+
+    def __init__(self, setting: Setting, *, grace: Grace, **settings: Any) -> None:
+        communicator = setting.collectives.communicator
+        num_parties = len(find_parties(communicator.topology, settings["parties"]))
+        quorum = grace.quorum or num_parties // 2 + 1
+        if quorum > num_parties:
+            raise ConfigurationError(
+                f"LocalSteps: Grace(quorum={quorum}) is more than there are parties: {num_parties}; give "
+                "fewer, or leave quorum out for more than half"
+            )
+        super().__init__(setting, pace="equal", **settings)
+        self._own_party = self.parties.index(tuple(self._ranks))
+        self._offset = 0
+        """From a round's number to that of its fragment, as a checkpoint may have brought it."""
+        self._sent: _Sent | None = None
+        self._num_taken = 0
+        """Rounds that the training thread has taken over."""
+        self._rounds: dict[int, Round] = {}
+        """Those under way."""
+        self._num_begun = self._num_global = 0
+        """Rounds: that the thread has begun, and of which it has made the global parameters."""
+        self._limit = math.inf
+        """Of so many it may."""
+        self._globals = threading.Lock()
+        """Of who makes them, or takes them over."""
+        self._ahead: dict[int, list[torch.Tensor]] = {}
+        """By fragment, global parameters that were not taken over."""
+        self._told_last = torch.empty(0)
+        attendance = Attendance(
+            self.parties, quorum=quorum, grace_s=grace.seconds, patience_s=communicator.timeout_s / 2
+        )
+        self._decisions = Decisions(communicator, attendance, self._wake)
+        self._thread = WorkerThread("syncline-rounds", on_failure=self._decisions.fail)
+        self._decisions.watch(self._reserve(1).start)
+
+    def go_on_from(self, iteration: int) -> None:
+        """Count from there on."""
+        super().go_on_from(iteration)
+        self._offset = self._next_round - self._num_taken
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        self._decisions.close()
+        self._thread.close()
+        super().close()
+
+    def _open_ways(self) -> tuple[ControlStream, BucketCollectives]:
+        """Return ways for the thread alone: the training thread makes its calls at other times."""
+        return ControlStream(self.collectives.communicator, stream=self._reserve(1).start), super()._open_ways()[1]
+
+    # --- the training thread -------------------------------------------------------------------------------------
+
+    def _begin_drifting(self) -> None:
+        super()._begin_drifting()
+        self._wake()
+
+    def _meet(self) -> None:
+        self._land()
+        self._send(ends=False)
+        if not self._overlaps:
+            self._land()
+
+    def _send(self, *, ends: bool) -> None:
+        fragment = self._next_round % len(self._fragments)
+        self._next_round += 1
+        moves = self._moves(fragment, copies=self._overlaps and not ends)
+        unsent, self._unsent[fragment] = self._unsent[fragment], (0.0, 0)
+        self._sent = _Sent(self._num_taken, fragment, moves, unsent, self._told(ends=ends))
+        self._decisions.begin(self._num_taken, ends=ends)
+        self._wake()
+
+    @torch.no_grad()
+    def _land(self) -> torch.Tensor:
+        """Take over the rounds that this rank has begun or was left out of; return what was told in the last one."""
+        if self._is_equal:
+            self._begin_drifting()
+        start_s = time.monotonic()
+        with self._globals:
+            self._limit = self._num_global  # until the party has agreed
+            until = self._num_passable
+        with self.collectives.communicator.progress.waiting("round"):
+            if len(self._ranks) > 1:
+                until = int(max(self._party.collectives.control.gather_numbers(until, "rounds that have passed")))
+            num_waits = self._num_global < until
+            self._make_global_until(until)
+        was_in = self._take_over()
+        counts, num_rounds = self._counts, until - self._num_taken
+        self._counts = replace(
+            counts,
+            num_rounds=counts.num_rounds + num_rounds,
+            num_waits=counts.num_waits + num_waits,
+            waited_s=counts.waited_s + time.monotonic() - start_s,
+            num_left_out=counts.num_left_out + num_rounds - was_in,
+        )
+        num_missed = num_rounds - (self._sent is not None)
+        self._next_round, self._num_ahead = self._next_round + num_missed, self._num_ahead + num_missed
+        self._num_taken, self._sent, self._limit = until, None, math.inf
+        self._decisions.forget(until)
+        return self._told_last
+
+    @property
+    def _num_passable(self) -> int:
+        """How many rounds can end without another step of this rank."""
+        number, sent = self._decisions.number, self._sent
+        next_own = self._num_taken if sent is None else sent.number + 1
+        if number > next_own and self._is_in(number - 1):  # and all wait for that step
+            number -= 1
+        return max(number, next_own)
+
+    def _is_in(self, number: int) -> bool:
+        return self._own_party not in self._decisions.left_out(number)
+
+    def _make_global_until(self, until: int) -> None:
+        """Wait until the parameters of so many rounds are global, and of no more."""
+        changed, limit_s = self._decisions.changed, 2 * self.collectives.timeout_s
+        self._limit = until
+        while (number := self._num_global) < until:
+            with changed:
+                changed.wait_for(lambda: self._decisions.failure or self._num_begun > number, limit_s)
+                failure, flight = self._decisions.failure, self._rounds.get(number)
+            if flight is not None:
+                flight.wait_over()
+                self._make_global()
+            elif self._num_global == number:
+                raise failure or DeadlineError(
+                    f"round {number} of LocalSteps was not begun in {limit_s:g} s: rank 0 has not said who is in it"
+                )
+
+    def _take_over(self) -> bool:
+        """Let this rank's parameters follow the global ones; return whether its party was in the round that it sent."""
+        sent = self._sent
+        was_in = sent is not None and self._is_in(sent.number)
+        with self._globals:
+            for fragment, means in self._ahead.items():
+                is_sent = sent is not None and was_in and sent.fragment == fragment
+                moves = sent.moves if sent is not None and is_sent else self._moves(fragment, copies=False)
+                for part, move, new in zip(self._fragments[fragment], moves, means, strict=True):
+                    take_over(new, part, since=move.values if is_sent else move.start, start=move.start)
+            self._ahead.clear()
+        if sent is not None and not was_in:
+            samples, steps = self._unsent[sent.fragment]
+            self._unsent[sent.fragment] = samples + sent.unsent[0], steps + sent.unsent[1]
+        return was_in
+
+    # --- the thread of rounds ------------------------------------------------------------------------------------
+
+    @property
+    def _round_thread(self) -> WorkerThread:
+        return self._thread
+
+    def _wake(self) -> None:
+        self._thread.submit(0, (), self._begin_rounds)
+
+    def _begin_rounds(self) -> None:
+        """Begin all rounds that are decided; those that this rank is in once it has sent its moves."""
+        while (number := self._num_begun) < self._decisions.number:
+            sent = self._sent if self._is_in(number) else None
+            if self._is_in(number) and (sent is None or sent.number != number):
+                return
+            if sent is None and self._is_equal:  # nobody is late who has made no step
+                return
+            fragment = (number + self._offset) % len(self._fragments)
+            moves = self._still(fragment) if sent is None else sent.moves
+            weight = 0.0 if sent is None else self._weight_of(*sent.unsent)
+            told = _TOLD_BY_THE_LATE if sent is None else sent.told
+            flight = self._begin_round(fragment, moves, weight=weight, told=told, on_over=self._make_global)
+            with self._decisions.changed:
+                self._rounds[number] = flight
+                self._num_begun += 1
+                self._decisions.changed.notify_all()
+
+    def _still(self, fragment: int) -> list[Move]:
+        """Return moves of a fragment of which nothing moves."""
+        moves = []
+        for part in self._fragments[fragment]:
+            still = torch.zeros((), dtype=part.bucket.parameters.dtype).expand(part.stop - part.start)
+            moves.append(Move(part.plan, still, still))
+        return moves
+
+    @torch.no_grad()
+    def _make_global(self) -> None:
+        """Make the global parameters of each round that is over, one after the other; also of the training thread."""
+        with self._globals:
+            while (number := self._num_global) < self._limit:
+                flight = self._rounds.get(number)
+                if flight is None or not flight.has_result:
+                    return
+                fragment = (number + self._offset) % len(self._fragments)
+                parts = self._fragments[fragment]
+                starts = self._ahead.get(fragment) or [part.of(self._starts[part.bucket.index]) for part in parts]
+                means = flight.means(starts)
+                self._step_outer(flight, parts, starts, means)
+                self._ahead[fragment], self._told_last = means, flight.wait_told()
+                self._last_told = self._told_last
+                del self._rounds[number]
+                self._num_global += 1
