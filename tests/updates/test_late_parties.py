@@ -52,8 +52,8 @@ def history(monkeypatch: pytest.MonkeyPatch) -> dict[int, list]:
         )
         send(self, ends=ends)
 
-    def note_take_over(self):
-        was_in = take_over(self)
+    def note_take_over(self, sent):
+        was_in = take_over(self, sent)
         events[self.collectives.rank].append(("take", self._num_global))
         return was_in
 
@@ -93,11 +93,11 @@ class Replay:
 
     def train(self, rank: int):
         """Do what the rank did, and yield where it waits for a round."""
-        model, taken, samples, last = self.models[rank], 0, 0, None
+        model, taken, samples, last, waits = self.models[rank], 0, 0, None, False
         for what, number in self.history[rank]:
             if what == "step":
                 one_step(model, self.optimizers[rank], rank, number)
-                samples += size_of(rank)
+                samples, waits = samples + size_of(rank), False
             elif what.startswith("send"):
                 waits = what != "send"
                 last, self.sent[number][rank], samples = number, (parameters_of(model), samples), 0
@@ -192,7 +192,7 @@ def test_where_nobody_is_late_it_trains_as_without_a_window(rule: LocalSteps, pa
 def test_others_go_on_while_one_computes_and_it_catches_up_in_one_step(run) -> None:
     """It holds one copy of the parameters for all the rounds that it has missed."""
     are_ahead, num_missed = threading.Barrier(3), 20
-    rule = LocalSteps(period=4, fragments=4, within=WITHIN, pace=Grace(seconds=0.0))
+    rule = LocalSteps(period=4, fragments=4, within=WITHIN, pace=Grace(seconds=0.1))
 
     def body(fleet):
         model, optimizer = start(fleet, rule)
@@ -207,8 +207,8 @@ def test_others_go_on_while_one_computes_and_it_catches_up_in_one_step(run) -> N
             num_kept = sum(len(values) for means in updater._ahead.values() for values in means)
             assert num_kept <= sum(bucket.plan.num_elements for bucket in updater.buckets)
         else:
-            for step in range(1, num_missed + 5):
-                one_step(model, optimizer, fleet.rank, step)
+            while optimizer.statistics().num_rounds < num_missed + 2:
+                one_step(model, optimizer, fleet.rank, optimizer.iteration)
             are_ahead.wait(DEADLINE_S)
         one_step(model, optimizer, fleet.rank, 100)
         counts = optimizer.statistics()
@@ -221,6 +221,27 @@ def test_others_go_on_while_one_computes_and_it_catches_up_in_one_step(run) -> N
     assert torch.equal(first, third)
     assert torch.equal(first, second)
     assert f"{late.num_left_out} without this party" in str(late)
+
+
+def test_who_has_caught_up_does_not_wait_for_rounds_that_nobody_begins() -> None:
+    """All meet after as many steps: the others begin no round there, and it comes with some steps still to make."""
+    are_ahead, meet = threading.Barrier(3), threading.Barrier(3)
+    rule = LocalSteps(period=1, within=WITHIN, pace=Grace(seconds=0.1))
+
+    def body(fleet):
+        model, optimizer = start(fleet, rule)
+        for step in range(12):
+            one_step(model, optimizer, fleet.rank, step)
+            if step == (0 if fleet.rank == 2 else 7):
+                are_ahead.wait(DEADLINE_S)
+            if step == 7:
+                meet.wait(DEADLINE_S)
+        optimizer.end_period()
+        return parameters_of(model)
+
+    first, second, third = run_fleets(3, body)
+    assert torch.equal(first, second)
+    assert torch.equal(first, third)
 
 
 @pytest.mark.parametrize("within", [AllReduce(), Sharded()], ids=["all-reduce", "divided"])

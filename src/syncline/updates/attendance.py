@@ -23,10 +23,10 @@ from syncline.arguments import Bounds, Count, check_fields
 class Grace:
     """How long rounds wait for parties that are late: ``LocalSteps(pace=Grace(seconds=1.0))``.
 
-    ``seconds``: for so long after ``quorum`` parties have begun a round. Shorter, and pauses hold up the others less;
-    but who is left out brings what it has moved to a later round, so that the loss needs more samples. More than a
-    round takes is never gained. ``quorum``: how many parties are in a round at least. None: more than half. Not for
-    elastic jobs, and not with ``period="auto"``.
+    ``seconds``: for so long after ``quorum`` parties have begun a round; and so long a party waits for a quorum before
+    it trains on. Shorter, and pauses hold up the others less; but who is left out brings what it has moved to a later
+    round, so that the loss needs more samples. ``quorum``: how many parties are in a round at least. None: more than
+    half. Not for elastic jobs, and not with ``period="auto"``.
 
     Raises :class:`ConfigurationError` unless ``seconds`` is finite and from 0 up, and ``quorum`` from 1 up;
     ``distribute()`` raises it for a quorum of more parties than there are.

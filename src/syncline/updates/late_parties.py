@@ -6,7 +6,9 @@ while its training goes on. On every rank that thread also makes of each round w
 round after the other. So they are the same everywhere, and one copy of the parameters has room for all the rounds that
 a late party has missed, however many they are.
 
-At its next round a party takes them over,
+A party that comes early waits for a quorum as long, and trains on then, with its moves on the way; a loop in which all
+ranks meet after as many steps would else wait for rounds that nobody begins. At its next round a party takes over all
+that have passed,
 
     parameters = global ones + (parameters now - those that were sent, or else those that the period began from)
 
@@ -39,6 +41,7 @@ from syncline.updates.local_steps_updater import LocalStepsUpdater, take_over
 from syncline.updates.messaging import decode_record, encode_record
 from syncline.updates.rounds import Move, Round
 from syncline.updates.rule import Setting
+from syncline.updates.state import StateSource
 
 _log = logging.getLogger(__name__)
 _TOLD_BY_THE_LATE = (0.0, 0.0, 0.0, 1.0, 0.0)
@@ -81,6 +84,13 @@ class Decisions:
         with self.changed:
             for number in [number for number in self._decided if number < before]:
                 del self._decided[number]
+
+    def wait_for(self, number: int, seconds: float) -> None:
+        """Wait until a round is decided, for so long at most; raise what has gone wrong."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.failure or self.number > number, seconds)
+            if self.failure is not None:
+                raise self.failure
 
     def fail(self, error: BaseException) -> None:
         """End all waits; from any thread."""
@@ -143,9 +153,10 @@ class Decisions:
 
 
 class _Sent(NamedTuple):
-    """What this rank brings to a round, if its party is in."""
+    """What this rank brings to a round, if its party is in; ``step`` is its own by then."""
 
     number: int
+    step: int
     fragment: int
     moves: list[Move]
     unsent: tuple[float, int]
@@ -161,10 +172,13 @@ class GraceLocalStepsUpdater(LocalStepsUpdater):
         quorum = grace.quorum or num_parties // 2 + 1
         if quorum > num_parties:
             raise ConfigurationError(
-                f"LocalSteps: Grace(quorum={quorum}) is more than there are parties: {num_parties}; give "
-                "fewer, or leave quorum out for more than half"
+                f"LocalSteps: Grace(quorum={quorum}) is more than there are parties: {num_parties}; give fewer, "
+                "or leave quorum out for more than half"
             )
         super().__init__(setting, pace="equal", **settings)
+        self._grace_s = grace.seconds
+        self._is_patient = False
+        """Whether it waits for rounds that have no quorum, too."""
         self._own_party = self.parties.index(tuple(self._ranks))
         self._offset = 0
         """From a round's number to that of its fragment, as a checkpoint may have brought it."""
@@ -194,6 +208,17 @@ class GraceLocalStepsUpdater(LocalStepsUpdater):
         super().go_on_from(iteration)
         self._offset = self._next_round - self._num_taken
 
+    def end_period(self) -> None:
+        """Follow the others' rounds until all ranks have called this; then all have the same parameters."""
+        self._is_patient = True
+        super().end_period()
+        self._is_patient = False
+
+    def load_state(self, source: StateSource) -> None:
+        """End the period, as no moves may be on their way, and take the party's state."""
+        self.end_period()
+        super().load_state(source)
+
     def close(self) -> None:
         """Give up what is under way."""
         self._decisions.close()
@@ -212,6 +237,9 @@ class GraceLocalStepsUpdater(LocalStepsUpdater):
 
     def _meet(self) -> None:
         self._land()
+        if self._sent is not None:  # there was no quorum
+            self._num_ahead -= 1
+            return
         self._send(ends=False)
         if not self._overlaps:
             self._land()
@@ -219,9 +247,9 @@ class GraceLocalStepsUpdater(LocalStepsUpdater):
     def _send(self, *, ends: bool) -> None:
         fragment = self._next_round % len(self._fragments)
         self._next_round += 1
-        moves = self._moves(fragment, copies=self._overlaps and not ends)
+        moves = self._moves(fragment, copies=not ends)
         unsent, self._unsent[fragment] = self._unsent[fragment], (0.0, 0)
-        self._sent = _Sent(self._num_taken, fragment, moves, unsent, self._told(ends=ends))
+        self._sent = _Sent(self._num_taken, self.step_number, fragment, moves, unsent, self._told(ends=ends))
         self._decisions.begin(self._num_taken, ends=ends)
         self._wake()
 
@@ -231,15 +259,18 @@ class GraceLocalStepsUpdater(LocalStepsUpdater):
         if self._is_equal:
             self._begin_drifting()
         start_s = time.monotonic()
-        with self._globals:
-            self._limit = self._num_global  # until the party has agreed
-            until = self._num_passable
         with self.collectives.communicator.progress.waiting("round"):
+            if self._sent is not None:
+                self._decisions.wait_for(self._sent.number, self._limit_s if self._is_patient else self._grace_s)
+            with self._globals:
+                self._limit = self._num_global  # until the party has agreed
+                until = self._num_passable
             if len(self._ranks) > 1:
                 until = int(max(self._party.collectives.control.gather_numbers(until, "rounds that have passed")))
             num_waits = self._num_global < until
             self._make_global_until(until)
-        was_in = self._take_over()
+        is_over = self._sent is not None and self._sent.number < until
+        was_in = self._take_over(self._sent if is_over else None)
         counts, num_rounds = self._counts, until - self._num_taken
         self._counts = replace(
             counts,
@@ -248,9 +279,9 @@ class GraceLocalStepsUpdater(LocalStepsUpdater):
             waited_s=counts.waited_s + time.monotonic() - start_s,
             num_left_out=counts.num_left_out + num_rounds - was_in,
         )
-        num_missed = num_rounds - (self._sent is not None)
+        num_missed = num_rounds - is_over
         self._next_round, self._num_ahead = self._next_round + num_missed, self._num_ahead + num_missed
-        self._num_taken, self._sent, self._limit = until, None, math.inf
+        self._num_taken, self._sent, self._limit = until, None if is_over else self._sent, math.inf
         self._decisions.forget(until)
         return self._told_last
 
@@ -261,37 +292,45 @@ class GraceLocalStepsUpdater(LocalStepsUpdater):
         next_own = self._num_taken if sent is None else sent.number + 1
         if number > next_own and self._is_in(number - 1):  # and all wait for that step
             number -= 1
-        return max(number, next_own)
+        return max(number, next_own) if self._is_patient else number
 
     def _is_in(self, number: int) -> bool:
         return self._own_party not in self._decisions.left_out(number)
 
+    @property
+    def _limit_s(self) -> float:
+        """For so long a round without a quorum is waited for, at most: half of it passes until all are in."""
+        return 2 * self.collectives.timeout_s
+
     def _make_global_until(self, until: int) -> None:
         """Wait until the parameters of so many rounds are global, and of no more."""
-        changed, limit_s = self._decisions.changed, 2 * self.collectives.timeout_s
+        changed = self._decisions.changed
         self._limit = until
         while (number := self._num_global) < until:
             with changed:
-                changed.wait_for(lambda: self._decisions.failure or self._num_begun > number, limit_s)
+                changed.wait_for(lambda: self._decisions.failure or self._num_begun > number, self._limit_s)
                 failure, flight = self._decisions.failure, self._rounds.get(number)
             if flight is not None:
                 flight.wait_over()
                 self._make_global()
             elif self._num_global == number:
                 raise failure or DeadlineError(
-                    f"round {number} of LocalSteps was not begun in {limit_s:g} s: rank 0 has not said who is in it"
+                    f"round {number} of LocalSteps was not begun in {self._limit_s:g} s, as rank 0 has not said who is "
+                    "in it; look where that is (py-spy dump --pid)"
                 )
 
-    def _take_over(self) -> bool:
+    def _take_over(self, sent: _Sent | None) -> bool:
         """Let this rank's parameters follow the global ones; return whether its party was in the round that it sent."""
-        sent = self._sent
         was_in = sent is not None and self._is_in(sent.number)
         with self._globals:
             for fragment, means in self._ahead.items():
-                is_sent = sent is not None and was_in and sent.fragment == fragment
-                moves = sent.moves if sent is not None and is_sent else self._moves(fragment, copies=False)
-                for part, move, new in zip(self._fragments[fragment], moves, means, strict=True):
-                    take_over(new, part, since=move.values if is_sent else move.start, start=move.start)
+                moves = self._moves(fragment, copies=False)
+                bases = [move.start for move in moves]
+                if sent is not None and was_in and sent.fragment == fragment:
+                    has_stepped = self._overlaps or sent.step != self.step_number
+                    bases = [move.values for move in (sent.moves if has_stepped else moves)]
+                for part, move, base, new in zip(self._fragments[fragment], moves, bases, means, strict=True):
+                    take_over(new, part, since=base, start=move.start)
             self._ahead.clear()
         if sent is not None and not was_in:
             samples, steps = self._unsent[sent.fragment]
