@@ -1,7 +1,7 @@
 """Steps per second of local steps with rounds between, in the lab: our rules beside torchft's ``DiLoCo``.
 
     sudo python benchmarks/local_rounds.py two-sites --to rows.jsonl
-    sudo python benchmarks/local_rounds.py two-sites --mib 3 --only alone 'LocalSteps()' --to rows.jsonl
+    sudo python benchmarks/local_rounds.py two-sites --mib 3 --only alone 'LocalSteps(period=16)' --to rows.jsonl
 
 Each method is a job of its own on every rank of the topology. torchft (0.2 was tried) must be installed; without it
 its methods are left out. The losses that these methods reach are those of ``syncline bench convergence``: this is about
@@ -29,8 +29,8 @@ from syncline.topology import Topology
 RANK = Path(__file__).with_name("local_rounds_rank.py")
 METHODS: tuple[dict[str, Any], ...] = (
     {"method": "computing alone"},
-    {"method": "LocalSteps()", "rule": "LocalSteps()"},
-    {"method": "LocalSteps(parties=None)", "rule": "LocalSteps(parties=None)"},
+    {"method": "LocalSteps(period=16)", "rule": "LocalSteps(period=16)"},
+    {"method": "LocalSteps(parties=None, period=16)", "rule": "LocalSteps(parties=None, period=16)"},
     {
         "method": "LocalSteps, DiLoCo's outer step, waited for",
         "rule": "LocalSteps(outer=Nesterov(learning_rate=0.7, momentum=0.9), fragments=1, parties=None, overlap=False)",
@@ -38,7 +38,7 @@ METHODS: tuple[dict[str, Any], ...] = (
     *(
         {"method": rule, "rule": rule}
         for rule in (
-            "LocalSteps(within=Sharded())",
+            "LocalSteps(within=Sharded(), period=16)",
             "Clustered()",
             "Clustered(within=AllReduce())",
             "Clustered(within=Sharded())",

@@ -112,10 +112,10 @@ METHODS: tuple[Method, ...] = (
         for period in (8, 16, 32)
         for rate, momentum in ((0.7, 0.9), (1.0, 0.5))
     ),
-    _local("LocalSteps", "overlapped", parties=None),
-    _local("LocalSteps, sites", "sites"),
+    _local("LocalSteps", "overlapped", parties=None, period=USUAL),
+    _local("LocalSteps, sites", "sites", period=USUAL),
     _local("LocalSteps, auto", "sites", period="auto"),
-    _local("LocalSteps, own pace", "sites", pace="own"),
+    _local("LocalSteps, own pace", "sites", pace="own", period=USUAL),
     Method(name="Overlapped", rule="Overlapped", timing="stale"),
     Method(name="Clustered", rule="Clustered", timing="servers"),
 )

@@ -88,7 +88,7 @@ class GrowingTraining:
         if isinstance(rule, updates.Clustered):
             return rule.period * rule.reelect_every
         period = rule.period if isinstance(rule, updates.Overlapped | updates.LocalSteps) else 1
-        return USUAL if period == "auto" else period
+        return period if isinstance(period, int) else USUAL
 
     @property
     def has_just_come(self) -> bool:

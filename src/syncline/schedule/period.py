@@ -89,8 +89,8 @@ class AutomaticPeriod:
     (2, True, 32)
     """
 
-    def __init__(self) -> None:
-        self.num_steps = SHORTEST
+    def __init__(self, longest: int = LONGEST) -> None:
+        self.num_steps, self._longest = SHORTEST, longest
         self._num_periods = 0
         """Since it was judged last."""
         self._num_calm, self._patience = 0, PATIENCE
@@ -111,7 +111,7 @@ class AutomaticPeriod:
         if held_up > MATTERS:
             self._patience *= 2 if self._is_trial else 1
             longer = max(2, _power_of_two(1 / max(1 - held_up, 1 / LONGEST)))
-            self.num_steps = min(LONGEST, self.num_steps * longer)
+            self.num_steps = min(self._longest, self.num_steps * longer)
             self._num_calm, self._is_trial = 0, False
         else:
             self._num_calm, self._is_trial = self._num_calm + 1, False
@@ -125,8 +125,8 @@ class AutomaticPeriod:
 class PartyPeriod:
     """The period of a job as one party has it: its own number of steps, and how many fragments all can have.
 
-    ``period``: steps of the fastest party, or ``"auto"``. ``speeds``: of this party and of the slowest, as parts of the
-    fastest; None: they are measured, and begin alike.
+    ``period``: steps of the fastest party, or ``"auto"``; None: as that, but :data:`USUAL` at most. ``speeds``: of this
+    party and of the slowest, as parts of the fastest; None: they are measured, and begin alike.
 
     >>> period = PartyPeriod(16, speeds=None)
     >>> period.judge(held_up_s=[0.0, 0.0], taken_s=[1.5, 1.4], num_steps=[15, 7], party=[1])
@@ -135,9 +135,12 @@ class PartyPeriod:
     (8, 8)
     """
 
-    def __init__(self, period: int | Literal["auto"], *, speeds: tuple[float, float] | None = (1.0, 1.0)) -> None:
-        self._automatic = AutomaticPeriod() if period == "auto" else None
-        self._given = SHORTEST if period == "auto" else period
+    def __init__(
+        self, period: int | Literal["auto"] | None, *, speeds: tuple[float, float] | None = (1.0, 1.0)
+    ) -> None:
+        is_given = isinstance(period, int)
+        self._automatic = None if is_given else AutomaticPeriod(LONGEST if period == "auto" else USUAL)
+        self._given = period if isinstance(period, int) else SHORTEST
         self._is_measured = speeds is None
         self._speeds = speeds or (1.0, 1.0)
         self.is_found = self._automatic is not None or speeds is None

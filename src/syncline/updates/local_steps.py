@@ -31,13 +31,14 @@ _WHOLE = AllReduce(bucket_bytes=512 * 1024)
 class LocalSteps(PartyRule):
     """Sites make ``period`` steps by themselves, then what all have changed is averaged: for links that are slow.
 
-    A link between sites carries the parameters once in each direction in a period, in place of the gradients in every
+    A link between sites carries the parameters once in each direction in a period, in place of the gradients in each
     batch. `docs/mechanisms.md`, Local steps.
 
     ``period``: steps between two rounds of a parameter. Twice as many halve what the links carry; the loss then needs
     more samples, the more so the more ranks' data differ. ``"auto"``: from 2 up, the shortest power of two whose rounds
     hold up steps for at most 5 % of the time, as all ranks measure it while they train; links are then as busy as they
-    can be, and two runs need not have the same bits. ``outer``: what a round's averaged difference does. None
+    can be, and two runs need not have the same bits. None: that, but 16 at most; and 16 with ``outer``, without
+    ``overlap``, and with a ``pace`` that measures nothing. ``outer``: what a round's averaged difference does. None
     takes the average, which is best where ranks see alike data or periods are short; :class:`Nesterov` gives the
     difference momentum (DiLoCo), for periods of a hundred steps and more. ``fragments``: parts of the parameters whose
     rounds follow each other (at most one after a step), so that links are busy evenly, and a rank keeps a copy of one
@@ -84,7 +85,7 @@ class LocalSteps(PartyRule):
     1
     """
 
-    period: Count | Literal["auto"] = USUAL
+    period: Count | Literal["auto"] | None = None
     outer: Nesterov | None = None
     fragments: Count = 16
     overlap: bool = True
@@ -113,6 +114,8 @@ class LocalSteps(PartyRule):
     def __post_init__(self) -> None:
         check_fields(self)
         self.check_within("party", "give compress to LocalSteps itself")
+        if self.period is None and not self._can_be_measured:
+            object.__setattr__(self, "period", USUAL)
         if self.period == "auto" and (self.outer is not None or not self.overlap):
             raise ConfigurationError(
                 'LocalSteps: period="auto" is the shortest that links carry while ranks compute, so it goes neither '
@@ -134,6 +137,11 @@ class LocalSteps(PartyRule):
                 'LocalSteps: pace="own" measures how long steps take while rounds pass under them, so it does not go '
                 "with overlap=False, which waits; give the speed of each host, as pace={'h0': 1.0, 'h1': 0.5}"
             )
+
+    @property
+    def _can_be_measured(self) -> bool:
+        """Whether rounds tell which period links can carry."""
+        return self.outer is None and self.overlap and isinstance(self.pace, str)
 
     @property
     def why_no_newcomers(self) -> str:

@@ -190,7 +190,7 @@ class LocalStepsUpdater(PartyUpdater):
         setting: Setting,
         *,
         within: UpdateRule,
-        period: int | Literal["auto"],
+        period: int | Literal["auto"] | None,
         outer: Nesterov | None,
         fragments: int,
         overlap: bool,
@@ -199,7 +199,7 @@ class LocalStepsUpdater(PartyUpdater):
     ) -> None:
         super().__init__(setting, within)
         self._overlaps = overlap
-        number = min(fragments, USUAL if period == "auto" else period)
+        number = min(fragments, period if isinstance(period, int) else USUAL)
         found = find_parties(self.collectives.communicator.topology, parties)
         self._has_pace, self._period = pace != "equal", PartyPeriod(period, speeds=self._speeds(pace, found))
         self._start_parties(found, num_beside=1 if outer is None else 2)  # starts and velocities
