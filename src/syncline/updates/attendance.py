@@ -26,7 +26,10 @@ class Grace:
     ``seconds``: for so long after ``quorum`` parties have begun a round; and so long a party waits for a quorum before
     it trains on. Shorter, and pauses hold up the others less; but who is left out brings what it has moved to a later
     round, so that the loss needs more samples. ``quorum``: how many parties are in a round at least. None: more than
-    half. Not for elastic jobs, and not with ``period="auto"``.
+    half.
+
+    It is for training threads that are late: they load data, write files, share a device. A process that stands still
+    as a whole holds up all, as sums go through it. Not for elastic jobs, and not with ``period="auto"``.
 
     Raises :class:`ConfigurationError` unless ``seconds`` is finite and from 0 up, and ``quorum`` from 1 up;
     ``distribute()`` raises it for a quorum of more parties than there are.
