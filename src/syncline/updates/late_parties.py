@@ -196,9 +196,8 @@ class GraceLocalStepsUpdater(LocalStepsUpdater):
         self._ahead: dict[int, list[torch.Tensor]] = {}
         """By fragment, global parameters that were not taken over."""
         self._told_last = torch.empty(0)
-        attendance = Attendance(
-            self.parties, quorum=quorum, grace_s=grace.seconds, patience_s=communicator.timeout_s / 2
-        )
+        patience_s = communicator.timeout_s  # by then a call in which others wait for this rank has failed
+        attendance = Attendance(self.parties, quorum=quorum, grace_s=grace.seconds, patience_s=patience_s)
         self._decisions = Decisions(communicator, attendance, self._wake)
         self._thread = WorkerThread("syncline-rounds", on_failure=self._decisions.fail)
         self._decisions.watch(self._reserve(1).start)
