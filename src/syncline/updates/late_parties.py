@@ -195,7 +195,6 @@ class GraceLocalStepsUpdater(LocalStepsUpdater):
         """Of who makes them, or takes them over."""
         self._ahead: dict[int, list[torch.Tensor]] = {}
         """By fragment, global parameters that were not taken over."""
-        self._told_last = torch.empty(0)
         patience_s = communicator.timeout_s  # by then a call in which others wait for this rank has failed
         attendance = Attendance(self.parties, quorum=quorum, grace_s=grace.seconds, patience_s=patience_s)
         self._decisions = Decisions(communicator, attendance, self._wake)
@@ -282,7 +281,7 @@ class GraceLocalStepsUpdater(LocalStepsUpdater):
         self._next_round, self._num_ahead = self._next_round + num_missed, self._num_ahead + num_missed
         self._num_taken, self._sent, self._limit = until, None if is_over else self._sent, math.inf
         self._decisions.forget(until)
-        return self._told_last
+        return torch.empty(0, len(_TOLD_BY_THE_LATE)) if self._last_told is None else self._last_told
 
     @property
     def _num_passable(self) -> int:
@@ -348,12 +347,12 @@ class GraceLocalStepsUpdater(LocalStepsUpdater):
     def _begin_rounds(self) -> None:
         """Begin all rounds that are decided; those that this rank is in once it has sent its moves."""
         while (number := self._num_begun) < self._decisions.number:
-            sent = self._sent if self._is_in(number) else None
-            if self._is_in(number) and (sent is None or sent.number != number):
+            is_in, sent = self._is_in(number), self._sent
+            if is_in and (sent is None or sent.number != number):
                 return
-            if sent is None and self._is_equal:  # nobody is late who has made no step
+            if not is_in and self._is_equal:  # nobody is late who has made no step
                 return
-            fragment = (number + self._offset) % len(self._fragments)
+            sent, fragment = sent if is_in else None, self._fragment_of(number)
             moves = self._still(fragment) if sent is None else sent.moves
             weight = 0.0 if sent is None else self._weight_of(*sent.unsent)
             told = _TOLD_BY_THE_LATE if sent is None else sent.told
@@ -362,6 +361,9 @@ class GraceLocalStepsUpdater(LocalStepsUpdater):
                 self._rounds[number] = flight
                 self._num_begun += 1
                 self._decisions.changed.notify_all()
+
+    def _fragment_of(self, number: int) -> int:
+        return (number + self._offset) % len(self._fragments)
 
     def _still(self, fragment: int) -> list[Move]:
         """Return moves of a fragment of which nothing moves."""
@@ -373,18 +375,17 @@ class GraceLocalStepsUpdater(LocalStepsUpdater):
 
     @torch.no_grad()
     def _make_global(self) -> None:
-        """Make the global parameters of each round that is over, one after the other; also of the training thread."""
+        """Make the global parameters of each round that is over, in order; on either thread."""
         with self._globals:
             while (number := self._num_global) < self._limit:
                 flight = self._rounds.get(number)
                 if flight is None or not flight.has_result:
                     return
-                fragment = (number + self._offset) % len(self._fragments)
+                fragment = self._fragment_of(number)
                 parts = self._fragments[fragment]
                 starts = self._ahead.get(fragment) or [part.of(self._starts[part.bucket.index]) for part in parts]
                 means = flight.means(starts)
                 self._step_outer(flight, parts, starts, means)
-                self._ahead[fragment], self._told_last = means, flight.wait_told()
-                self._last_told = self._told_last
+                self._ahead[fragment], self._last_told = means, flight.wait_told()
                 del self._rounds[number]
                 self._num_global += 1
