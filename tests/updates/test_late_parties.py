@@ -212,6 +212,8 @@ def test_others_go_on_while_one_computes_and_it_catches_up_in_one_step(run) -> N
             are_ahead.wait(DEADLINE_S)
         one_step(model, optimizer, fleet.rank, 100)
         counts = optimizer.statistics()
+        one_step(model, optimizer, fleet.rank, 101)
+        assert optimizer.statistics().waited_s > counts.waited_s, "it comes to the next round as all do"
         optimizer.end_period()
         return counts, begun, parameters_of(model)
 
