@@ -61,6 +61,7 @@ class Alone:
         self.starts = [self.values(0, number) for number in range(len(plans))]
         self.velocities = [torch.zeros_like(values) for values in self.starts]
         self.samples = torch.zeros(self.num_fragments, num_ranks, dtype=torch.float64)
+        self.num_made = torch.zeros(self.num_fragments, num_ranks, dtype=torch.float64)
         self.steps = [0] * num_ranks
         self.flight = None
         self.num_rounds = 0
@@ -98,6 +99,7 @@ class Alone:
                 optimizer.step()
                 optimizer.zero_grad()
                 self.samples[:, rank] += size_of(rank, step)
+                self.num_made[:, rank] += 1
         sends = [number * self.num_fragments // self.rule.period for number in (step, step + 1)]
         if sends[1] > sends[0]:
             self.land()
@@ -116,16 +118,23 @@ class Alone:
         self.num_rounds += 1
         ranks = range(len(self.models))
         sent = [[self.values(rank, one)[part] for rank in ranks] for one, part in self.fragments[fragment]]
-        self.flight = self.fragments[fragment], sent, self.samples[fragment].tolist()
-        self.samples[fragment] = 0
+        self.flight = self.fragments[fragment], sent, self.samples[fragment].tolist(), self.num_made[fragment].clone()
+        self.samples[fragment], self.num_made[fragment] = 0, 0
 
     def land(self) -> None:
         if self.flight is None:
             return
-        (pieces, sent, samples), self.flight = self.flight, None
+        (pieces, sent, samples, num_made), self.flight = self.flight, None
         for (bucket, part), values in zip(pieces, sent, strict=True):
             start, velocity = self.starts[bucket][part], self.velocities[bucket][part]
             new = mean(values, samples, start)
+            if self.rule.outer is None and sum(samples):
+                mean_made = float((num_made * torch.tensor(samples)).sum() / sum(samples))
+                for rank, own in enumerate(values):
+                    if samples[rank]:
+                        num_own = float(num_made[rank])
+                        lag = (own - start) / num_own - (new - start) / mean_made
+                        self.follow(rank, bucket, part, lag * (float(lag.abs().max()) > 1e-14), num_own)
             if self.rule.outer is not None and sum(samples):
                 rule, difference = self.rule.outer, start - new
                 velocity.copy_(velocity * rule.momentum + difference)
@@ -137,6 +146,19 @@ class Alone:
                 whole[part] = new if torch.equal(now, own) else now + (new - own)
                 self.write(rank, bucket, whole)
             start.copy_(new)
+
+    def follow(self, rank: int, bucket: int, part: slice, lag: torch.Tensor, num_made: float) -> None:
+        """Add to the momentum of a rank what others moved further by, as far as it is left by now."""
+        group, before = self.optimizers[rank].param_groups[0], 0
+        parameters = list(self.models[rank].parameters())
+        for place in self.buckets[bucket]:
+            state, size = self.optimizers[rank].state[parameters[place]], parameters[place].numel()
+            if "momentum_buffer" in state:
+                mine = slice(max(part.start, before) - before, max(0, min(part.stop, before + size) - before))
+                change = lag[max(0, before - part.start) :][: max(0, mine.stop - mine.start)]
+                scale = group["momentum"] ** num_made / group["lr"]
+                state["momentum_buffer"].view(-1)[mine].add_(change, alpha=scale)
+            before += size
 
 
 def mean(values, weights, start: torch.Tensor) -> torch.Tensor:

@@ -102,9 +102,9 @@ def measured(monkeypatch: pytest.MonkeyPatch, step_s: list[float]) -> None:
     """Let the steps of each rank have taken so long, whatever the clock says."""
     told = LocalStepsUpdater._told
 
-    def _told(self, *, ends):
-        ends, number, _, _, num_steps = told(self, ends=ends)
-        return ends, number, 0.0, max(1e-9, num_steps * step_s[self.collectives.rank]), num_steps
+    def _told(self, num_moved, *, ends):
+        ends, number, _, _, num_steps, _ = told(self, num_moved, ends=ends)
+        return ends, number, 0.0, max(1e-9, num_steps * step_s[self.collectives.rank]), num_steps, num_moved
 
     monkeypatch.setattr(LocalStepsUpdater, "_told", _told)
 
@@ -182,7 +182,7 @@ def test_steps_are_timed_without_what_rounds_took(monkeypatch: pytest.MonkeyPatc
             step(model, optimizer, fleet.rank)
             now_s[0] += 1.0
         updater._held_up_s = 1.5
-        _, _, held_up_s, taken_s, num_steps = updater._told(ends=False)
+        _, _, held_up_s, taken_s, num_steps, _ = updater._told(4, ends=False)
         optimizer.end_period()
         return (taken_s - held_up_s) / num_steps
 

@@ -133,8 +133,8 @@ class ElasticLocalStepsUpdater(LocalStepsUpdater):
         super()._send(ends=ends)
         self._num_begun += 1
 
-    def _told(self, *, ends: bool) -> Sequence[float]:
-        return (*super()._told(ends=ends), *self._flags())
+    def _told(self, num_steps: int, *, ends: bool) -> Sequence[float]:
+        return (*super()._told(num_steps, ends=ends), *self._flags())
 
     def _flags(self) -> Flags:
         return NO_FLAGS if self._newcomers is None else self._newcomers.flags()

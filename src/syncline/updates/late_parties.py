@@ -44,7 +44,7 @@ from syncline.updates.rule import Setting
 from syncline.updates.state import StateSource
 
 _log = logging.getLogger(__name__)
-_TOLD_BY_THE_LATE = (0.0, 0.0, 0.0, 1.0, 0.0)
+_TOLD_BY_THE_LATE = (0.0, 0.0, 0.0, 1.0, 0.0, 0.0)
 """In a round that a rank is left out of: it does not end, and nothing is known of its steps."""
 
 
@@ -247,7 +247,7 @@ class GraceLocalStepsUpdater(LocalStepsUpdater):
         self._next_round += 1
         moves = self._moves(fragment, copies=not ends)
         unsent, self._unsent[fragment] = self._unsent[fragment], (0.0, 0)
-        self._sent = _Sent(self._num_taken, self.step_number, fragment, moves, unsent, self._told(ends=ends))
+        self._sent = _Sent(self._num_taken, self.step_number, fragment, moves, unsent, self._told(unsent[1], ends=ends))
         self._decisions.begin(self._num_taken, ends=ends)
         self._wake()
 

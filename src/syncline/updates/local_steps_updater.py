@@ -43,6 +43,7 @@ from syncline.updates.bucket import Bucket, BucketPlan, Slot
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketSchedule, BucketScheduleOptions, plan_bucket_schedules
 from syncline.updates.control import ControlStream
+from syncline.updates.mean_momentum import MeanMomentum
 from syncline.updates.ownership import check_hosts
 from syncline.updates.party import PartyUpdater
 from syncline.updates.report import PendingReport
@@ -62,8 +63,9 @@ from syncline.updates.state import VELOCITY, StateSource
 
 LEAST_BYTES = 128 * 1024
 """Of a fragment for which buckets are cut: what is less costs its calls, and not its bytes."""
-_NUM_TOLD = 5
-"""Numbers in a round: whether this rank ends, its step, how long rounds have held it up, in what time and steps."""
+_NUM_TOLD = 6
+"""Numbers in a round: whether this rank ends, its step, how long rounds have held it up, in what time and steps, and
+the steps of its moves."""
 _LEAST_S = 1e-9
 
 Pace = Literal["equal", "own"] | Grace | Mapping[str, Annotated[float, Bounds(above=0, below=math.inf)]]
@@ -210,6 +212,9 @@ class LocalStepsUpdater(PartyUpdater):
         self._control, self._part_collectives = self._open_ways()
         self._starts = [bucket.parameters.clone() for bucket in self.buckets]
         self._outer = [OuterStep(one, self.optimizer, outer, self.whole_state) for one in self.buckets if outer]
+        self._momentum = MeanMomentum(self.buckets, self.optimizer)
+        self._rates = self._momentum.rates
+        """When the round under way began."""
         self._flight: Round | None = None
         """What is on its way."""
         self._next_round = 0
@@ -281,7 +286,7 @@ class LocalStepsUpdater(PartyUpdater):
         """How fast each party computes, as parts of the fastest; empty if that is not known, or ranks were lost."""
         if self._last_told is None or len(self._last_told) != sum(map(len, self.parties)):
             return []
-        speeds = measured_speeds(*self._last_told[:, 2:_NUM_TOLD].T.tolist())
+        speeds = measured_speeds(*self._last_told[:, 2:5].T.tolist())
         return [min(speeds[rank] for rank in ranks) for ranks in self.parties] if speeds else []
 
     def statistics(self) -> LocalStepsStatistics:
@@ -337,7 +342,7 @@ class LocalStepsUpdater(PartyUpdater):
         """
         if not self._period.is_found or self._next_round % len(self._fragments) or bool(told[:, 0].any()):
             return
-        _, _, held_up_s, taken_s, num_steps = told[:, :_NUM_TOLD].T.tolist()
+        _, _, held_up_s, taken_s, num_steps = told[:, :5].T.tolist()
         if not self._period.judge(held_up_s=held_up_s, taken_s=taken_s, num_steps=num_steps, party=self._told_party):
             return
         self._begin_judging(after=self.step_number)
@@ -367,9 +372,11 @@ class LocalStepsUpdater(PartyUpdater):
         number = self._next_round % len(self._fragments)
         self._next_round += 1
         moves = self._moves(number, copies=self._overlaps and not ends)
-        weight = self._weight_of(*self._unsent[number])
+        samples, steps = self._unsent[number]
         self._unsent[number], self._told_party = (0.0, 0), self._ranks
-        self._flight = self._begin_round(number, moves, weight=weight, told=self._told(ends=ends))
+        weight, told = self._weight_of(samples, steps), self._told(steps, ends=ends)
+        self._rates = self._momentum.rates
+        self._flight = self._begin_round(number, moves, weight=weight, told=told)
 
     def _moves(self, number: int, *, copies: bool) -> list[Move]:
         """Return how far this rank has moved in a fragment; if it ``copies``, as it is now."""
@@ -406,10 +413,10 @@ class LocalStepsUpdater(PartyUpdater):
             on_over=on_over,
         )
 
-    def _told(self, *, ends: bool) -> Sequence[float]:
-        """Return what this rank tells in a round."""
+    def _told(self, num_steps: int, *, ends: bool) -> Sequence[float]:
+        """Return what this rank tells in a round, with moves of so many steps."""
         taken_s = max(_LEAST_S, time.monotonic() - self._began_s)
-        return ends, self.step_number, self._held_up_s, taken_s, self.step_number - self._began_step
+        return ends, self.step_number, self._held_up_s, taken_s, self.step_number - self._began_step, num_steps
 
     def _weight_of(self, samples: float, steps: int) -> float:
         """Return the weight of what so many steps on so many samples have moved: with a pace, of one step."""
@@ -452,6 +459,7 @@ class LocalStepsUpdater(PartyUpdater):
         waited_s = self._counts.waited_s + time.monotonic() - start_s
         num_rounds = self._counts.num_rounds + 1
         self._counts = replace(self._counts, num_rounds=num_rounds, num_waits=num_waits, waited_s=waited_s)
+        self._follow_momentum(flight, parts, means)
         self._step_outer(flight, parts, [move.start for move in flight.moves], means)
         for part, move, new in zip(parts, flight.moves, means, strict=True):
             take_over(new, part, since=move.values, start=move.start)
@@ -459,6 +467,21 @@ class LocalStepsUpdater(PartyUpdater):
         self._last_told = told = flight.wait_told()
         self._judge(told)
         return told
+
+    def _follow_momentum(self, flight: Round, parts: Sequence[BucketPart], means: Sequence[torch.Tensor]) -> None:
+        """Draw this party's momentum to the mean of all, if moves tell of it, and no outer optimizer has one."""
+        weights, steps = torch.tensor(flight.weights, dtype=torch.float64), flight.wait_told()[:, 5]
+        own_steps = flight.told[5]
+        if self._outer or not self._momentum.is_there or not own_steps or not flight.weight:
+            return
+        self._momentum.follow(
+            self._party.kept_entries(),
+            [(part.bucket, part.start, move) for part, move in zip(parts, flight.moves, strict=True)],
+            means,
+            rates=self._rates,
+            own_steps=own_steps,
+            mean_steps=float((weights * steps).sum() / weights.sum()),
+        )
 
     def _step_outer(
         self,

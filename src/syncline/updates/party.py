@@ -100,8 +100,10 @@ class LoneUpdater(WholeUpdater):
         """Step the user's optimizer."""
         self.optimizer.step()
 
-    def _saved(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        return state
+    @property
+    def saves_state(self) -> bool:
+        """It is nobody else's."""
+        return True
 
     def close(self) -> None:
         """There is nothing under way."""

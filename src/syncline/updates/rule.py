@@ -352,6 +352,10 @@ class Updater(ABC):
     def state_entries(self) -> list[StateEntry]:
         """Return the pieces of optimizer state that this rank owns; waits until the state is final."""
 
+    def kept_entries(self) -> list[StateEntry]:
+        """Return the pieces of optimizer state that are on this rank, also those that another one saves."""
+        return self.state_entries()
+
     @abstractmethod
     def load_state(self, source: StateSource) -> None:
         """Replace the optimizer state by what ``source`` has of it; keep what is owned."""
@@ -407,17 +411,22 @@ class WholeUpdater(Updater):
         tensors = [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
         return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
+    @property
+    def saves_state(self) -> bool:
+        """Whether this rank saves the whole state; where ranks differ in state, rank 0's is kept."""
+        return self.collectives.rank == 0
+
     def state_entries(self) -> list[StateEntry]:
         """Return what of the whole state this rank saves."""
+        return self.kept_entries() if self.saves_state else []
+
+    def kept_entries(self) -> list[StateEntry]:
+        """Return the whole state."""
         return [
             entry
             for _, slot, tensor in placed(self.buckets)
-            for entry in parameter_entries(slot, self._saved(self.whole_state.get(tensor, {})))
+            for entry in parameter_entries(slot, self.whole_state.get(tensor, {}))
         ]
-
-    def _saved(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what this rank saves of a parameter's state; where ranks differ in state, rank 0's is kept."""
-        return state if self.collectives.rank == 0 else {}
 
     def load_state(self, source: StateSource) -> None:
         """Take the whole state."""
