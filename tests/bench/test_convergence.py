@@ -236,15 +236,15 @@ def test_a_site_at_half_speed_makes_half_of_the_steps_at_its_own_pace(tiny, tmp_
     """Its steps are judged after as many periods as the fast site's, and a step is predicted of that one."""
     networks = tuple(map(find_network, (NETWORKS[0], NETWORKS[3])))
     options = {"tasks": ("gpt",), "networks": networks, "num_seeds": 1, "num_steps": 4, "compute_s": 0.1}
-    methods = choose_methods(["LocalSteps, sites", "LocalSteps, own pace"])
+    methods = choose_methods(["LocalSteps, auto", "LocalSteps, own pace"])
     trainings = Trainings(Plan(methods=methods, path=tmp_path / "lines", **options))
     trainings.run()
     rows = {(row.network, row.group): row for row in trainings.rows()}
     slow = {group: row for (network, group), row in rows.items() if network == networks[1].name}
-    assert slow["LocalSteps, own pace"].method == "LocalSteps, own pace, 0.5, 1"
-    assert slow["LocalSteps, sites"].step_s > 1.9 * slow["LocalSteps, own pace"].step_s
+    assert slow["LocalSteps, own pace"].method == "LocalSteps, own pace, 0.5, 1, 2"
+    assert slow["LocalSteps, auto"].step_s > 1.9 * slow["LocalSteps, own pace"].step_s
     alike = {group: row for (network, group), row in rows.items() if network == networks[0].name}
-    assert alike["LocalSteps, own pace"].steps == alike["LocalSteps, sites"].steps
+    assert alike["LocalSteps, own pace"].steps == alike["LocalSteps, auto"].steps
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ METHODS: tuple[Method, ...] = (
     _local("LocalSteps", "overlapped", parties=None, period=USUAL),
     _local("LocalSteps, sites", "sites", period=USUAL),
     _local("LocalSteps, auto", "sites", period="auto"),
-    _local("LocalSteps, own pace", "sites", pace="own", period=USUAL),
+    _local("LocalSteps, own pace", "sites", pace="own", period="auto"),
     Method(name="Overlapped", rule="Overlapped", timing="stale"),
     Method(name="Clustered", rule="Clustered", timing="servers"),
 )

@@ -79,13 +79,14 @@ class Trainings:
                 self._run_methods(task, networks[0], seed, {each.name: each for each in settled}.values())
 
     def _settled(self, task: str, network: Network, method: Method) -> Method:
-        """Return a method with the period, or with the sites' speeds, that it has on a network."""
+        """Return a method with the period and the sites' speeds that it has on a network."""
         if method.has_own_pace:
-            return method.with_speeds(network.speeds)
+            method = method.with_speeds(network.speeds)
         reference = self.find(task, network, self._reference, 0)
         if not method.is_automatic or reference is None:
             return method
-        return method.with_period(self._predictor(network, reference.num_bytes).period)
+        predictor = self._predictor(network, reference.num_bytes, paced="pace" in method.arguments)
+        return method.with_period(predictor.period)
 
     def _run_methods(self, task: str, network: Network, seed: int, methods: Iterable[Method]) -> None:
         for method in methods:
