@@ -132,9 +132,9 @@ class Alone:
                 mean_made = float((num_made * torch.tensor(samples)).sum() / sum(samples))
                 for rank, own in enumerate(values):
                     if samples[rank]:
-                        num_own = float(num_made[rank])
-                        lag = (own - start) / num_own - (new - start) / mean_made
-                        self.follow(rank, bucket, part, lag * (float(lag.abs().max()) > 1e-14), num_own)
+                        share = mean_made / float(num_made[rank])
+                        lag = own - new if share == 1.0 else (own - start) * share - (new - start)
+                        self.follow(rank, bucket, part, lag * (float(lag.abs().max()) > 1e-14), mean_made)
             if self.rule.outer is not None and sum(samples):
                 rule, difference = self.rule.outer, start - new
                 velocity.copy_(velocity * rule.momentum + difference)
@@ -156,7 +156,7 @@ class Alone:
             if "momentum_buffer" in state:
                 mine = slice(max(part.start, before) - before, max(0, min(part.stop, before + size) - before))
                 change = lag[max(0, before - part.start) :][: max(0, mine.stop - mine.start)]
-                scale = group["momentum"] ** num_made / group["lr"]
+                scale = group["momentum"] ** num_made / num_made / group["lr"]
                 state["momentum_buffer"].view(-1)[mine].add_(change, alpha=scale)
             before += size
 

@@ -6,7 +6,7 @@ average,
 
     mean momentum - own momentum = (own move / own steps - mean move / mean steps) / learning rate
 
-When the next period is over, ``momentum ** own steps`` is left of that difference: so much of it is added to the own
+When the next period is over, ``momentum ** mean steps`` is left of that difference: so much of it is added to the own
 momentum as the round is merged. Long periods are what they would be without it, as nothing is left. All parties
 together add nothing, so a rate that has just changed does no harm: it is how far they are apart that is misjudged. What
 may be rounding errors of the parameters is left alone, as a rate near 0 would make momentum of it.
@@ -70,8 +70,9 @@ class MeanMomentum:
         ``rates``: as they were when the moves were made.
         """
         lags = [
-            (bucket, start, _lag(move, mean, own_steps, mean_steps))
+            (bucket, start, lag)
             for (bucket, start, move), mean in zip(moves, means, strict=True)
+            if (lag := _lag(move, mean, mean_steps / own_steps)) is not None
         ]
         for entry in entries:
             if entry.key != _KEY or entry.start is None or entry.value.dtype not in _PRECISE:
@@ -83,11 +84,11 @@ class MeanMomentum:
                 begin, end = max(first, start), min(first + len(entry.value), start + len(lag))
                 if rate and moved is bucket and begin < end:
                     part = entry.value[begin - first : end - first]
-                    part.add_(lag[begin - start : end - start], alpha=momentum**own_steps / rate)
+                    part.add_(lag[begin - start : end - start], alpha=momentum**mean_steps / mean_steps / rate)
 
 
-def _lag(move: Move, mean: torch.Tensor, own_steps: float, mean_steps: float) -> torch.Tensor:
-    """Return by how much further parties move in a step on average; nothing if that may be rounding errors."""
-    lag = (move.values - move.start) / own_steps - (mean - move.start) / mean_steps
-    largest, values = (torch.linalg.vector_norm(one, ord=math.inf) for one in (lag, move.start))
-    return lag.mul_(largest * own_steps >= _NOISE * torch.finfo(lag.dtype).eps * values)
+def _lag(move: Move, mean: torch.Tensor, share: float) -> torch.Tensor | None:
+    """Return how much less far than this party all came, if it makes that ``share`` of its steps; None for noise."""
+    lag = move.values - mean if share == 1.0 else (move.values - move.start) * share - (mean - move.start)
+    largest, values = (float(torch.linalg.vector_norm(one, ord=math.inf)) for one in (lag, move.start))
+    return lag if largest > _NOISE * torch.finfo(lag.dtype).eps * values else None
