@@ -10,11 +10,20 @@ import torch
 from torch import nn
 
 from syncline.pytorch.distribute import distribute
-from syncline.updates import LocalSteps, Nesterov
+from syncline.topology import Topology
+from syncline.updates import AllReduce, LocalSteps, Nesterov, Sharded
 from syncline.updates.mean_momentum import MeanMomentum
 from thread_fleets import run_fleets
 
 NUM_RANKS = 4
+
+
+TWO_SITES = Topology.parse("""
+switch: wide-area
+children:
+  - {switch: a, uplink: 20 Mbit/s, children: [{host: a0, uplink: 1 Gbit/s}, {host: a1, uplink: 1 Gbit/s}]}
+  - {switch: b, uplink: 20 Mbit/s, children: [{host: b0, uplink: 1 Gbit/s}, {host: b1, uplink: 1 Gbit/s}]}
+""")
 
 
 class OwnSGD(torch.optim.SGD):
@@ -127,3 +136,26 @@ def test_short_numbers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     alone(monkeypatch)
     for (one, _), (other, _) in zip(before, train(rule, num_steps=9, dtype=torch.bfloat16), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("within", [AllReduce(), Sharded()])
+def test_the_momentum_of_a_parameter_that_a_party_does_not_use_does_not_grow(within) -> None:
+    """It does not fade either, as nobody steps on it: what others move it by would add up."""
+
+    def body(fleet):
+        model = nn.ParameterList([nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2)])
+        rule = LocalSteps(period=2, within=within)
+        model, optimizer = distribute(model, sgd(model.parameters()), rule, fleet=fleet)
+        told = []
+        for step in range(80):
+            used = model if step < 4 or fleet.rank > 1 else model[:1]
+            sum((number - 1.0 - fleet.rank).square().sum() for number in used).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            held = (values for view in optimizer.training.updater.state.values() for values in view.values())
+            told.append([values.clone() for values in held if isinstance(values, torch.Tensor)])
+        return told
+
+    for told in run_fleets(TWO_SITES, body):
+        largest = [max(float(values.abs().max()) for values in step) for step in told]
+        assert max(largest[20:]) <= max(largest[:20])
