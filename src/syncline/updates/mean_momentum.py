@@ -7,10 +7,11 @@ average,
     mean momentum - own momentum = (own move / own steps - mean move / mean steps) / learning rate
 
 When the next period is over, ``momentum ** mean steps`` is left of that difference: so much of it is added to the own
-momentum as the round is merged. Long periods are what they would be without it, as nothing is left. All parties
-together add nothing, so a rate that has just changed does no harm: it is how far they are apart that is misjudged. What
-may be rounding errors of the parameters is left alone, as a rate near 0 would make momentum of it; and so is the
-momentum of a parameter that the party has not moved, as one that is not used does not fade.
+momentum as the round is merged (with a momentum above .9 as much as with that). Long periods are what they would be
+without it, as nothing is left. All parties together add nothing, so a rate that has just changed does no harm: it is
+how far they are apart that is misjudged. What may be rounding errors of the parameters is left alone, as a rate near 0
+would make momentum of it; and so is the momentum of a parameter that the party has not moved, as one that is not used
+does not fade.
 
 Simulated, eight seeds, steps to the loss of 64 synchronous ones on digits by label: two sites with a period of 2 73.5
 -> 66.0, with 4 77.7 -> 72.4; three racks 87.7 -> 69.5, 97.0 -> 79.3. Averaging the momenta themselves, for twice the
@@ -29,6 +30,8 @@ from syncline.updates.rounds import Move
 from syncline.updates.state import StateEntry
 
 _KEY = "momentum_buffer"
+_LONGEST = 0.9
+"""No more is added than is left with this momentum: with .99 parameters that are apart pull momenta back meanwhile."""
 _NOISE = 8.0
 """So many of the largest parameter's last bits may be noise."""
 _PRECISE = (torch.float32, torch.float64)
@@ -85,7 +88,7 @@ class MeanMomentum:
                 place = slice(begin - start, end - start)
                 if rate and moved is bucket and begin < end and not torch.equal(move.values[place], move.start[place]):
                     part = entry.value[begin - first : end - first]
-                    part.add_(lag[place], alpha=momentum**mean_steps / mean_steps / rate)
+                    part.add_(lag[place], alpha=min(momentum, _LONGEST) ** mean_steps / mean_steps / rate)
 
 
 def _lag(move: Move, mean: torch.Tensor, share: float) -> torch.Tensor | None:
