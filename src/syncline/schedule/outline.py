@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,8 @@ MOST_PIECES = 128
 """That stand for all data; each is followed among all ranks."""
 NUM_DRAWN = 16
 _SAME_CUT = 1e-13
+_FINEST = 1 << 53
+"""Cuts are whole numbers of the exact denominator, or of this one where that is larger."""
 _WITHIN = 0.381966
 """Where in its range a piece lies: where no other range ends."""
 _SEED = 0xD4A0
@@ -313,8 +315,7 @@ class Part:
     @cached_property
     def starts(self) -> Floats:
         """Where the ranges begin that are exchanged: of each, one rank below each child holds all."""
-        cuts = np.unique(np.concatenate([child.owned[0] for child in set(self.children)]))
-        return cuts[np.diff(cuts, prepend=-1.0) > _SAME_CUT]
+        return _distinct([child.owned[0] for child in set(self.children)])
 
     @cached_property
     def widths(self) -> Floats:
@@ -327,9 +328,15 @@ class Part:
         found = dict[Part, IntArray]()
         for child in dict.fromkeys(self.children):
             starts, holders = child.owned
-            found[child] = holders[np.searchsorted(starts, self.starts + _SAME_CUT, "right") - 1]
+            found[child] = holders[_places(starts, self.starts)]
         below: IntArray = np.stack([found[child] for child in self.children], axis=1)
         return (below + self.begins).astype(np.int32)
+
+    @cached_property
+    def bounds(self) -> Floats:
+        """Where the atoms of each range begin, and the last ends, [ranges, atoms + 1]."""
+        bounds: Floats = self.starts[:, None] + self.widths[:, None] * self.exchange.upto
+        return bounds
 
     @cached_property
     def owned(self) -> tuple[Floats, IntArray]:
@@ -337,9 +344,8 @@ class Part:
         if not self.children:
             return np.zeros(1), np.zeros(1, dtype=np.int32)
         owners = self.holders[:, self.exchange.owners].reshape(-1)
-        starts = (self.starts[:, None] + self.widths[:, None] * self.exchange.upto[:-1]).reshape(-1)
         changes = np.flatnonzero(np.diff(owners, prepend=-1))
-        return starts[changes], owners[changes]
+        return self.bounds[:, :-1].reshape(-1)[changes], owners[changes]
 
     @cached_property
     def denominator(self) -> int:
@@ -347,43 +353,6 @@ class Part:
         return math.lcm(*{child.denominator for child in self.children}) * sum(
             self.exchange.sizes if self.children else (1,)
         )
-
-    @cached_property
-    def division(self) -> _Division:
-        """The data divided exactly, by whole numbers."""
-        exchanges = dict[Part, tuple[IntArray, list[int]]]()
-        known = dict[Part, tuple[list[int], IntArray]]()
-
-        def divide(part: Part) -> tuple[list[int], IntArray]:
-            if not part.children:
-                return [0, self.denominator], np.zeros(1, dtype=np.int32)
-            below = {child: known[child] if child in known else divide(child) for child in dict.fromkeys(part.children)}
-            cuts = sorted(set[int]().union(*(starts for starts, _ in below.values())))
-            place = dict(zip(cuts, range(len(cuts)), strict=True))
-            found = {
-                child: np.repeat(owners, np.diff([place[cut] for cut in starts]))
-                for child, (starts, owners) in below.items()
-            }
-            holders = np.stack([found[child] for child in part.children], axis=1) + part.begins.astype(np.int32)
-            sizes, total = part.exchange.sizes, sum(part.exchange.sizes)
-            upto = [0, *accumulate(sizes)]
-            bounds = [start + (stop - start) * size // total for start, stop in pairwise(cuts) for size in upto]
-            exchanges[part] = holders, bounds
-            owners = holders[:, part.exchange.owners].reshape(-1)
-            changes = np.flatnonzero(np.diff(owners, prepend=-1))
-            starts = np.array(bounds, dtype=object).reshape(len(holders), -1)[:, :-1].reshape(-1)
-            known[part] = [*starts[changes].tolist(), self.denominator], owners[changes]
-            return known[part]
-
-        cuts, owners = divide(self)
-        every = sorted({0, self.denominator}.union(*(bounds for _, bounds in exchanges.values())))
-        place = dict(zip(every, range(len(every)), strict=True))
-        places = {
-            part: (holders, np.array([place[bound] for bound in bounds], dtype=np.int32).reshape(len(holders), -1))
-            for part, (holders, bounds) in exchanges.items()
-        }
-        owners = np.repeat(owners, np.diff([place[cut] for cut in cuts]))
-        return _Division(cuts=lowest_terms(every), owners=owners, exchanges=places)
 
     def locate(self, place: float) -> tuple[int, int]:
         """Return the range, and the atom of the exchange, that a place in the data is in."""
@@ -628,26 +597,28 @@ class Outline:
     def drawn(self) -> Draft:
         """Return the draft, with all transfers; of exchanges that are drawn alone."""
         (half,) = _HALVES[self.collective]
-        division = self.root.division
         begins = [0, *accumulate(self._lengths(half))]
+        cuts = _distinct([part.bounds.reshape(-1) for part in self.parts])
         rows = Transfers.concatenate(
             [
                 _rows(
                     part.exchange.halves[half].shifted(begins[part.height - 1]),
-                    self.order[self.bases[part][:, None, None] + holders].reshape(-1, len(part.children)),
-                    np.tile(places, (len(self.bases[part]), 1)),
+                    self.order[self.bases[part][:, None, None] + part.holders].reshape(-1, len(part.children)),
+                    np.tile(_places(cuts, part.bounds), (len(self.bases[part]), 1)),
                 )
-                for part, (holders, places) in division.exchanges.items()
+                for part in self.parts
                 if isinstance(part.exchange, DrawnExchange)
             ]
         )
         rows = rows.in_order().merged()
+        starts, owners = self.root.owned
+        sizes = np.diff(_places(cuts, starts), append=len(cuts) - 1)
         return Draft(
             collective=self.collective,
             num_ranks=self.num_ranks,
-            cuts=division.cuts,
+            cuts=lowest_terms(np.rint(cuts * min(self.root.denominator, _FINEST)).astype(np.int64).tolist()),
             transfers=rows.reversed() if half == GATHER else rows,
-            owners=self.order[division.owners],
+            owners=self.order[np.repeat(owners, sizes)],
             planner=self.planner,
         )
 
@@ -690,13 +661,15 @@ def _one_of_each_class(part: Part) -> list[int]:
     return [int(part.begins[number]) + rank for child, number in chosen.items() for rank in _one_of_each_class(child)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Division:
-    """The data divided exactly: its cuts, who owns what, and at each part who holds which range, with its places."""
+def _distinct(cuts: Sequence[Floats]) -> Floats:
+    """Return all cuts in order; of those that are one the first."""
+    every = np.unique(np.concatenate(cuts))
+    return every[np.diff(every, prepend=-1.0) > _SAME_CUT]
 
-    cuts: tuple[int, ...]
-    owners: IntArray
-    exchanges: Mapping[Part, tuple[IntArray, IntArray]]
+
+def _places(cuts: Floats, wanted: Floats) -> IntArray:
+    """Return the number of the cut that each is, or is behind."""
+    return (np.searchsorted(cuts, wanted + _SAME_CUT, "right") - 1).astype(np.int32)
 
 
 def _rows(rows: Transfers, holders: IntArray, places: IntArray) -> Transfers:
