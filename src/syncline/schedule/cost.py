@@ -34,7 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -142,19 +142,7 @@ def predicted_slice_bytes(topology: Topology) -> int:
     return max(DEFAULT_SLICE_BYTES, LEAST_BYTES_PER_RANK * topology.num_ranks)
 
 
-class Predicted(Protocol):
-    """What is known of the time that something takes."""
-
-    @property
-    def time_s(self) -> float:
-        """How long it takes."""
-
-    @property
-    def num_full_links(self) -> int:
-        """Number of links that are nearly as busy as the busiest."""
-
-
-def fastest(candidates: Iterable[tuple[T, Predicted]]) -> T:
+def fastest(candidates: Iterable[tuple[T, Prediction | StepPrediction]]) -> T:
     """Return what should be the fastest; of those that should take about equally long, that with the fewest full links.
 
     Where two links are equally full, each delays what the other is about to need. By how much is in no term of the
@@ -337,7 +325,7 @@ def supposed_network(topology: Topology) -> Topology:
     return Topology(name=topology.name, root=relinked(topology.root, {host.name: link for host in topology.hosts}))
 
 
-def safest(candidates: Iterable[tuple[Drafts, Predicted]], topology: Topology) -> Drafts:
+def safest(candidates: Iterable[tuple[Drafts, Prediction | StepPrediction]], topology: Topology) -> Drafts:
     """Return what loads the link between neighbours least, of what takes about as long as the fastest."""
     given = list(candidates)
     allowed_s = min(prediction.time_s for _, prediction in given) * MAY_LOSE
@@ -425,12 +413,8 @@ def is_in_windows(pair: Halves, num_slices: int) -> bool:
 
 def drawn(halves: Halves) -> Pair:
     """Return both halves with all transfers."""
-    scatter, gather = halves
-    if isinstance(scatter, Draft) and isinstance(gather, Draft):
-        return scatter, gather
-    assert isinstance(scatter, Outline)
-    assert isinstance(gather, Outline)
-    return scatter.drawn(), gather.drawn()
+    scatter, gather = (half if isinstance(half, Draft) else half.drawn() for half in halves)
+    return scatter, gather
 
 
 def predict_pair(
