@@ -29,8 +29,8 @@ UNEVEN = balanced_tree([[1] * SIDES.randint(3, 12) for _ in range(16)])
 @given(trees(max_ranks=16), st.sampled_from([1.0, 1.25, 3.0]), st.sampled_from([1, 4]))
 def test_steps_of_random_trees_keep_their_promises_and_limits(topology, cap, atoms_per_child):
     most = [min(1.0, cap / topology.num_ranks)] * topology.num_ranks
-    pair = LevelledStep(topology, most, atoms_per_child=atoms_per_child).draw() if topology.num_ranks > 1 else ()
-    for half in map(verify, pair):
+    halves = LevelledStep(topology, most, atoms_per_child=atoms_per_child).outlines() if topology.num_ranks > 1 else ()
+    for half in (verify(outline.drawn()) for outline in halves):
         reference.check(half, Layout.build(half, 331, 200))
         assert all(share <= part * 1.001 + 1 / 16384 for share, part in zip(half.draft.shares, most, strict=True))
 

@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from syncline.schedule.draft import Draft
 from syncline.schedule.in_trees import draft_with_owners, weights_of_shares
 from syncline.schedule.outline import DrawnExchange, Outline, Part, Shape, joined, shape_of
 from syncline.schedule.step_flow import STEP, StepFlow, solve_step_flow
@@ -100,11 +99,6 @@ class LevelledStep:
             Outline(collective=half, planner="levels", order=self._order, root=self._root) for half in STEP
         )
         return scatter, gather
-
-    def draw(self) -> tuple[Draft, Draft]:
-        """Return both halves with all transfers."""
-        scatter, gather = self.outlines()
-        return scatter.drawn(), gather.drawn()
 
     def _find(self, key: Hashable, make: Callable[[], T]) -> T:
         if key not in self._known:
