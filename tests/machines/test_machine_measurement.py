@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from syncline.machines import measurement
-from syncline.machines.measurement import Limits, clock_of_cpuinfo, is_in_memory, probe_disk, read_machine, read_moment
+from syncline.machines.measurement import Limits, is_in_memory, probe_disk, read_machine, read_moment
 from syncline.machines.nvml import LIBRARY, Gpu, find_gpu, read_gpu
 
 
@@ -46,11 +46,6 @@ def test_what_control_groups_leave_counts(monkeypatch: pytest.MonkeyPatch) -> No
     features = read_machine()
     assert (features["cpu_cores"], features["memory_bytes"]) == (0.25, 1 << 20)
     assert read_moment()["available_memory_bytes"] == 1 << 19
-
-
-def test_clock_of_cpuinfo() -> None:
-    assert clock_of_cpuinfo("cpu MHz\t\t: 2000.0\nx\ncpu MHz\t\t: 3000.0\n") == 2.5e9
-    assert clock_of_cpuinfo("processor: 0\n") == 0
 
 
 class FakeLibrary:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -22,7 +21,6 @@ from syncline.machines.nvml import Gpu, find_gpu, read_gpu
 
 PROBE_BYTES = 8 * 1024 * 1024
 PROBE_S = 0.25
-_MHZ = re.compile(r"^cpu MHz\s*:\s*([0-9.]+)", re.MULTILINE)
 UNLIMITED_BYTES = 1 << 60
 """The first version writes "no limit" as the largest number of pages."""
 _GROUPS = "proc/self/cgroup"
@@ -38,8 +36,9 @@ def read_machine(*, probe_directory: Path | None = None, gpu: int | None = None)
     have (default: see :func:`.nvml.find_gpu`). A feature that this machine does not tell is left out.
     """
     limits = read_limits()
-    total_bytes = psutil.virtual_memory().total
-    features = {"cpu_hz": _cpu_hz(), "cpu_cores": usable_cores(limits)}
+    clock, total_bytes = psutil.cpu_freq(), psutil.virtual_memory().total
+    highest_mhz = 0.0 if clock is None else clock.max or clock.current  # of what its cores run at now, the mean
+    features = {"cpu_hz": highest_mhz * 1e6, "cpu_cores": usable_cores(limits)}
     features["memory_bytes"] = float(min(total_bytes, limits.memory_bytes or total_bytes))
     features["disk_bytes_per_s"] = probe_disk(probe_directory or Path.cwd())
     features |= read_gpu(find_gpu(gpu))
@@ -51,29 +50,13 @@ def read_moment(gpu: Gpu | None = None) -> dict[str, float]:
     clock = psutil.cpu_freq()
     available, limits = psutil.virtual_memory().available, read_limits()
     moment = {
-        "cpu_hz": float(clock.current) * 1e6 if clock is not None else _cpu_hz(),
+        "cpu_hz": 0.0 if clock is None else clock.current * 1e6,
         "available_memory_bytes": float(
             available if limits.available_bytes is None else min(available, limits.available_bytes)
         ),
     }
     moment |= {} if gpu is None else gpu.read_moment()
     return {name: value for name, value in moment.items() if value > 0}
-
-
-def _cpu_hz() -> float:
-    """Return the highest clock that the CPU reports, or else the mean of what its cores run at now."""
-    frequency = psutil.cpu_freq()
-    if frequency is not None and (frequency.max or frequency.current):
-        return float(frequency.max or frequency.current) * 1e6
-    with contextlib.suppress(OSError):
-        return clock_of_cpuinfo(Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace"))
-    return 0.0
-
-
-def clock_of_cpuinfo(text: str) -> float:
-    """Return the mean clock in Hz of the cores in the text of /proc/cpuinfo; 0 if it names none."""
-    clocks = [float(number) * 1e6 for number in _MHZ.findall(text)]
-    return sum(clocks) / len(clocks) if clocks else 0.0
 
 
 def probe_disk(directory: Path, *, num_bytes: int = PROBE_BYTES, limit_s: float = PROBE_S) -> float:
