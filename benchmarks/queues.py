@@ -27,7 +27,7 @@ import psutil
 
 from syncline.bench.record import collect_facts
 from syncline.bench.running import in_order
-from syncline.cli.bench import StolenTime
+from syncline.cli.bench import stolen_share
 from syncline.lab import Lab
 from syncline.lab.programs import run_program
 from syncline.lab.queues import QUEUE_KINDS
@@ -83,14 +83,14 @@ def main() -> None:
         )
     ]
     facts = collect_facts(["python", *sys.argv], [topology], network="in the lab")
-    stolen = StolenTime()
+    stolen_share()
     results: dict[str, list[dict[str, Any]]] = {combination.name: [] for combination in combinations}
     for number in range(options.rounds):
         for combination in combinations:
             found = run_combination(combination, topology, options)
             results[combination.name].append(found)
             print(f"round {number + 1}: {combination.name}: {statistics.median(found['times_s']):.3f} s", flush=True)
-    facts["stolen_share"] = round(stolen.share, 3)
+    facts["stolen_share"] = round(stolen_share(), 3)
     bound_s = float(lower_bound(topology, Collective.ALL_REDUCE, parse_size(options.bytes)))
     text = table(results, bound_s)
     print(text)

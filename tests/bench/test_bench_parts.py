@@ -1,7 +1,6 @@
 """The parts of ``syncline bench`` that need no ranks: orders, tasks, groups, table and record."""
 
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ from syncline.bench.rows import COMPUTE_ALONE, Row, bench_table, group_rows, loa
 from syncline.bench.running import in_order, interleaved
 from syncline.bench.task import TRAINING_PEERS, ModelShape, Pace, Tally, Task, choose_peers
 from syncline.cli import bench
-from syncline.cli.bench import StolenTime
+from syncline.cli.bench import stolen_share
 from syncline.errors import ConfigurationError, LaunchError
 from syncline.topology import Topology
 
@@ -108,14 +107,11 @@ def test_the_table_leaves_out_columns_that_say_nothing():
 
 
 def test_what_other_machines_took_is_counted(monkeypatch):
-    now_s, times = [0.0], SimpleNamespace()
-    monkeypatch.setattr("psutil.cpu_times", lambda: times)
-    assert StolenTime(lambda: now_s[0]).share == 0.0
-    times.steal = 0.0
-    stolen = StolenTime(lambda: now_s[0])
-    assert stolen.share == 0.0
-    times.steal, now_s[0] = 3600.0, 7200 / os.cpu_count()
-    assert stolen.share == pytest.approx(0.5)
+    times = SimpleNamespace()
+    monkeypatch.setattr("psutil.cpu_times_percent", lambda: times)
+    assert stolen_share() == 0.0
+    times.steal = 50.0
+    assert stolen_share() == pytest.approx(0.5)
 
 
 def test_a_record_says_what_was_run_and_draws_it(tmp_path):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,13 +231,13 @@ def measure(task: Task, topologies: list[Topology], settings: Settings) -> None:
     orders: Sequence[Order] = ORDERS if settings.order == "both" else (settings.order,)
     with choose_place(settings.settings(), is_on_loopback=settings.loopback) as place:
         facts = collect_facts(["syncline", *sys.argv[1:]], topologies, network=place.name)
-        stolen = StolenTime()
+        stolen_share()
         rows, broken = collect_rows(run_orders(task, each, orders, place, report=_report) for each in topologies)
     if not rows and broken:
         raise broken
     facts |= {
         "load_average_after": [round(load, 2) for load in os.getloadavg()],
-        "stolen_share": round(stolen.share, 3),
+        "stolen_share": round(stolen_share(), 3),
     }
     tables = [bench_table(group) for group in group_rows(rows)]
     text = _show(tables)
@@ -305,22 +304,9 @@ def _report(text: str) -> None:
     print(f"bench: {text}", file=sys.stderr)
 
 
-class StolenTime:
-    """What part of a benchmark's time other machines had the processors of this one, where machines share them.
+def stolen_share() -> float:
+    """Return what part of the processors' time other machines had since this was asked last in this thread.
 
-    It begins to count when it is made; where the kernel does not tell, nothing was stolen.
+    Where machines do not share them, or the kernel does not tell, nothing was stolen.
     """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._begun_s, self._before_s = clock(), _stolen_s()
-
-    @property
-    def share(self) -> float:
-        """What was stolen so far, of the time of all processors."""
-        elapsed_s = (self._clock() - self._begun_s) * (os.cpu_count() or 1)
-        return (_stolen_s() - self._before_s) / elapsed_s if elapsed_s else 0.0
-
-
-def _stolen_s() -> float:
-    return float(getattr(psutil.cpu_times(), "steal", 0.0))
+    return float(getattr(psutil.cpu_times_percent(), "steal", 0.0)) / 100
