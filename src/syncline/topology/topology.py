@@ -28,8 +28,6 @@ class _Index(NamedTuple):
     host_of_rank: tuple[Host, ...]
     paths: tuple[tuple[Node, ...], ...]
     gateways: Mapping[int, int]
-    upward: tuple[tuple[DirectedLink, ...], ...]
-    downward: tuple[tuple[DirectedLink, ...], ...]  # leaf first, as `upward`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,12 +247,13 @@ class Topology:
         """
         self._check_rank(source)
         self._check_rank(destination)
-        upward, downward = self._index.upward[source], self._index.downward[destination]
+        upward, downward = self._index.paths[source], self._index.paths[destination]
         num_up, num_down = len(upward), len(downward)
-        while num_up and num_down and upward[num_up - 1].child == downward[num_down - 1].child:
+        while num_up and num_down and upward[num_up - 1] is downward[num_down - 1]:
             num_up -= 1
             num_down -= 1
-        return upward[:num_up] + downward[:num_down][::-1]
+        down = (DirectedLink(node.name, "down") for node in reversed(downward[:num_down]))
+        return (*(DirectedLink(node.name, "up") for node in upward[:num_up]), *down)
 
     @property
     def is_unknown(self) -> bool:
@@ -377,22 +376,14 @@ def _build_index(root: Switch | Host, label: str) -> _Index:
     visit(root, ())
     if sorted(paths) != list(range(len(paths))):
         raise TopologyError(f"{label}: ranks must be numbered 0 to {len(paths) - 1} without a gap, not {sorted(paths)}")
-    return _tabulate(nodes, parents, tuple(hosts), tuple(paths[rank] for rank in range(len(paths))))
-
-
-def _tabulate(
-    nodes: Mapping[str, Node], parents: Mapping[str, Node], hosts: tuple[Host, ...], paths: tuple[tuple[Node, ...], ...]
-) -> _Index:
     host_of_rank = {rank.rank: host for host in hosts for rank in host.ranks}
     return _Index(
         nodes=nodes,
         parents=parents,
-        hosts=hosts,
+        hosts=tuple(hosts),
         host_of_rank=tuple(host_of_rank[rank] for rank in range(len(paths))),
-        paths=paths,
+        paths=tuple(paths[rank] for rank in range(len(paths))),
         gateways=dict(sorted(_behind_gateways(hosts))),
-        upward=tuple(tuple(DirectedLink(node.name, "up") for node in path) for path in paths),
-        downward=tuple(tuple(DirectedLink(node.name, "down") for node in path) for path in paths),
     )
 
 
@@ -408,7 +399,7 @@ def _restrict(node: Node, number: Mapping[int, int]) -> Node | None:
     return with_children(node, children)
 
 
-def _behind_gateways(hosts: tuple[Host, ...]) -> Iterator[tuple[int, int]]:
+def _behind_gateways(hosts: Sequence[Host]) -> Iterator[tuple[int, int]]:
     for host in hosts:
         if host.gateway in ("one", "helper"):
             yield from ((rank.rank, host.ranks[0].rank) for rank in host.ranks[1:])
