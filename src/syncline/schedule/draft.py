@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING
 
@@ -137,13 +137,31 @@ class Draft:
     @property
     def shares(self) -> tuple[float, ...]:
         """The part of the data that each rank owns, in the first replica."""
-        sizes = np.diff(np.array([cut / self.denominator for cut in self.cuts]))
-        return tuple(np.bincount(self.owners[0], sizes, self.num_ranks).tolist())
+        return shares_in(self, slice(1))
 
     @property
     def num_steps(self) -> int:
         """Number of steps, those counted in which nothing moves."""
         return int(self.transfers.step[-1]) + 1 if len(self.transfers) else 0
+
+
+def shares_in(draft: Draft, replicas: slice) -> tuple[float, ...]:
+    """Return the part of the data that each rank owns in some of the replicas, all together."""
+    sizes, owners = np.diff(np.array([cut / draft.denominator for cut in draft.cuts])), draft.owners[replicas]
+    return tuple(np.bincount(owners.reshape(-1), np.tile(sizes, len(owners)), draft.num_ranks).tolist())
+
+
+def cut_further(draft: Draft, cuts: Sequence[int]) -> Draft:
+    """Return the draft with more cuts: its own are among them, over their denominator, a multiple of its own."""
+    number = {cut: place for place, cut in enumerate(cuts)}
+    scale, rows = cuts[-1] // draft.denominator, draft.transfers
+    places: IntArray = np.array([number[cut * scale] for cut in draft.cuts], dtype=np.int32)
+    return replace(
+        draft,
+        cuts=lowest_terms(cuts),
+        transfers=replace(rows, first=places[rows.first], last=places[rows.last]),
+        owners=np.repeat(draft.owners, np.diff(places), axis=1),
+    )
 
 
 def lowest_terms(cuts: Sequence[int]) -> tuple[int, ...]:

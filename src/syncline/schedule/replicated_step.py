@@ -26,12 +26,12 @@ import numpy as np
 
 from syncline.errors import ScheduleError
 from syncline.schedule.cost import ABOUT_EQUAL, DEFAULT_SLICE_BYTES, Pair, Prediction, drawn, predict, supposed_network
-from syncline.schedule.draft import Collective, Draft, check_plannable, lowest_terms
-from syncline.schedule.in_trees import RESOLUTION, draft_with_owners, weights_of_shares
+from syncline.schedule.draft import Collective, Draft, check_plannable, cut_further, lowest_terms, shares_in
+from syncline.schedule.in_trees import draft_with_owners, weights_of_shares
 from syncline.schedule.ownership import speaking
 from syncline.schedule.planners import draft_all
 from syncline.schedule.replicas import Replicas, draft_in_replicas, levels_of
-from syncline.schedule.step_candidates import BALANCED, Cap, draft_sharded_steps
+from syncline.schedule.step_candidates import BALANCED, Cap, draft_sharded_steps, fits
 from syncline.schedule.step_flow import STEP, StepFlow, solve_step_flow
 from syncline.schedule.traffic import shares
 from syncline.schedule.transfers import IntArray, Transfers
@@ -61,9 +61,7 @@ class ReplicaStep:
     @property
     def shares(self) -> tuple[float, ...]:
         """The part of the data that each rank owns; they sum to the number of replicas."""
-        sizes = np.diff(np.array(self.pair[0].cuts, dtype=np.float64)) / self.pair[0].denominator
-        owners = self.pair[0].owners
-        return tuple(np.bincount(owners.reshape(-1), np.tile(sizes, len(owners)), self.pair[0].num_ranks).tolist())
+        return shares_in(self.pair[0], slice(None))
 
 
 def draft_replicas(
@@ -92,11 +90,7 @@ def draft_replicas(
         for pair in (*_cut(topology, replicas), *_drawn(topology, num_bytes, replicas, limits))
         for times in [[predict(half, supposed, num_bytes, slice_bytes, in_windows=False) for half in pair]]
     ]
-    fitting = [
-        one
-        for one in found
-        if all(own <= limit + 1 / RESOLUTION for own, limit in zip(one.shares, limits, strict=True))
-    ]
+    fitting = [one for one in found if fits(one.shares, limits)]
     return min(fitting or found, key=lambda one: one.time_s)
 
 
@@ -161,18 +155,18 @@ def _drawn(topology: Topology, num_bytes: int, replicas: Replicas, limits: Seque
     ]
     inside = [topology.restricted(ranks) for ranks in replicas]
     own = [[limits[rank] for rank in ranks] for ranks in owners]
-    flows = [
-        solve_step_flow(speaking(tree), [(0.0, limit) for limit in each], through=(loads, (0.0, 0.0)))
-        for tree, each, loads in zip(inside, own, through, strict=True)
-    ]
-    least_s = [max(flow.halves[half].seconds for flow in flows) for half in range(len(STEP))]
-    flows = [
-        solve_step_flow(speaking(tree), [(0.0, limit) for limit in each], through=(loads, (0.0, 0.0)), least_s=least_s)
-        for tree, each, loads in zip(inside, own, through, strict=True)
-    ]
+    least_s: list[float] = []
+    for _ in range(2):
+        flows = [
+            solve_step_flow(
+                speaking(tree), [(0.0, limit) for limit in each], through=(loads, (0.0, 0.0)), least_s=least_s
+            )
+            for tree, each, loads in zip(inside, own, through, strict=True)
+        ]
+        least_s = [max(flow.halves[half].seconds for flow in flows) for half in range(len(STEP))]
     for per_rank in _ATOMS_PER_RANK:
         drafts = [_inside(tree, flow, each, per_rank) for tree, flow, each in zip(inside, flows, own, strict=True)]
-        pair = _Composition(topology.num_ranks, replicas, drafts).join(between)
+        pair = _composed(topology.num_ranks, replicas, drafts, between)
         if pair is None:
             return
         yield pair
@@ -213,69 +207,46 @@ def _all_reduce_of(topology: Topology, num_bytes: int) -> Draft:
     return min(owned, key=lambda draft: predict(draft, topology, num_bytes).time_s)
 
 
-class _Composition:
-    """Puts the drafts of replicas, and one between them, together over common cuts.
+def _composed(num_ranks: int, replicas: Replicas, drafts: Sequence[Sequence[Draft]], between: Draft) -> Pair | None:
+    """Put the drafts of replicas, and one between them, together over common cuts.
 
-    Each range with the same owners in all replicas is cut as the draft between them is.
+    Each range with the same owners in all replicas is cut as the draft between them is. None where that is too many
+    transfers.
     """
-
-    def __init__(self, num_ranks: int, replicas: Replicas, drafts: Sequence[Sequence[Draft]]) -> None:
-        self._num_ranks = num_ranks
-        self._replicas = [np.array(ranks, dtype=np.int32) for ranks in replicas]
-        self._drafts = drafts
-        self._denominator = math.lcm(*(draft.denominator for draft, _ in drafts))
-
-    def join(self, between: Draft) -> Pair | None:
-        """Return both parts; None where they are too many transfers."""
-        runs = [self._runs(draft) for draft, _ in self._drafts]
-        borders = sorted(set().union(*(run.keys() for run in runs)) | {self._denominator})
-        if (len(borders) - 1) * len(between.transfers) > _MOST_TRANSFERS:
-            return None
-        whole, parts = between.denominator, []
-        for start, stop in itertools.pairwise(borders):
-            parts.append([start * whole + (stop - start) * cut for cut in between.cuts])
-        inner = [self._scaled(draft, whole) for draft, _ in self._drafts]
-        cuts = sorted(set().union(*inner, *parts))
-        place = {cut: number for number, cut in enumerate(cuts)}
-        first_step = max(draft.num_steps for draft, _ in self._drafts)
-        owner = [0] * len(runs)
-        rows = [self._placed(number, half=0, cuts=inner[number], place=place) for number in range(len(runs))]
-        for start, part in zip(borders, parts, strict=False):
-            owner = [run.get(start, before) for run, before in zip(runs, owner, strict=True)]
-            rows.append(_moved(between.transfers.shifted(first_step), np.array(owner, dtype=np.int32), part, place))
-        gathers = [self._placed(number, half=1, cuts=inner[number], place=place) for number in range(len(runs))]
-        draft = Draft(
-            collective=Collective.REDUCE_SCATTER,
-            num_ranks=self._num_ranks,
-            cuts=lowest_terms(cuts),
-            transfers=Transfers.concatenate(rows).in_order().merged(),
-            owners=np.stack([self._owners(number, inner[number], place) for number in range(len(runs))]),
-            planner="flow",
-        )
-        gather = Transfers.concatenate(gathers).in_order().merged()
-        return draft, replace(draft, collective=Collective.ALL_GATHER, transfers=gather)
-
-    def _scaled(self, draft: Draft, factor: int = 1) -> list[int]:
-        return [cut * (self._denominator // draft.denominator) * factor for cut in draft.cuts]
-
-    def _runs(self, draft: Draft) -> dict[int, int]:
-        """Return where each owner's range begins."""
-        number = next(index for index, (one, _) in enumerate(self._drafts) if one is draft)
-        owners = self._replicas[number][draft.owners[0]].tolist()
-        cuts = self._scaled(draft)
-        return {cuts[at]: owners[at] for at in range(len(owners)) if at == 0 or owners[at] != owners[at - 1]}
-
-    def _owners(self, number: int, cuts: Sequence[int], place: dict[int, int]) -> IntArray:
-        places = [place[cut] for cut in cuts]
-        owners = self._replicas[number][self._drafts[number][0].owners[0]]
-        repeated: IntArray = np.repeat(owners, np.diff(places))
-        return repeated
-
-    def _placed(self, number: int, *, half: int, cuts: Sequence[int], place: dict[int, int]) -> Transfers:
-        return _moved(self._drafts[number][half].transfers, self._replicas[number], cuts, place)
+    whole = math.lcm(*(scatter.denominator for scatter, _ in drafts)) * between.denominator
+    cuts = sorted({cut * (whole // scatter.denominator) for scatter, _ in drafts for cut in scatter.cuts})
+    placed = [
+        [replace(half, owners=own[half.owners], transfers=_moved(half.transfers, own)) for half in pair]
+        for pair, own in zip(drafts, (np.array(ranks, dtype=np.int32) for ranks in replicas), strict=True)
+    ]
+    owners = np.concatenate([cut_further(scatter, cuts).owners for scatter, _ in placed])
+    starts = [0, *(np.flatnonzero(np.diff(owners).any(axis=0)) + 1).tolist()]
+    if len(starts) * len(between.transfers) > _MOST_TRANSFERS:
+        return None
+    parts = [
+        [start + (stop - start) // between.denominator * cut for cut in between.cuts]
+        for start, stop in itertools.pairwise([*(cuts[start] for start in starts), whole])
+    ]
+    cuts = sorted({*cuts, *itertools.chain.from_iterable(parts)})
+    place = {cut: number for number, cut in enumerate(cuts)}
+    scatters, gathers = zip(*([cut_further(half, cuts) for half in pair] for pair in placed), strict=True)
+    rows = [scatter.transfers for scatter in scatters]
+    first = between.transfers.shifted(max(scatter.num_steps for scatter in scatters))
+    for start, part in zip(starts, parts, strict=True):
+        places = np.array([place[cut] for cut in part])
+        rows.append(replace(_moved(first, owners[:, start]), first=places[first.first], last=places[first.last]))
+    draft = Draft(
+        collective=Collective.REDUCE_SCATTER,
+        num_ranks=num_ranks,
+        cuts=lowest_terms(cuts),
+        transfers=Transfers.concatenate(rows).in_order().merged(),
+        owners=np.concatenate([scatter.owners for scatter in scatters]),
+        planner="flow",
+    )
+    gather = Transfers.concatenate([gather.transfers for gather in gathers]).in_order().merged()
+    return draft, replace(draft, collective=Collective.ALL_GATHER, transfers=gather)
 
 
-def _moved(rows: Transfers, ranks: IntArray, cuts: Sequence[int], place: dict[int, int]) -> Transfers:
-    """Return transfers between other ranks, of the atoms between these cuts."""
-    places = np.array([place[cut] for cut in cuts])
-    return replace(rows, src=ranks[rows.src], dst=ranks[rows.dst], first=places[rows.first], last=places[rows.last])
+def _moved(rows: Transfers, ranks: IntArray) -> Transfers:
+    """Return transfers between other ranks."""
+    return replace(rows, src=ranks[rows.src], dst=ranks[rows.dst])

@@ -29,7 +29,7 @@ import numpy as np
 
 from syncline.errors import ScheduleError
 from syncline.schedule.cost import DEFAULT_SLICE_BYTES, CostModel, Pair, drawn, predict_pair
-from syncline.schedule.draft import Draft, check_plannable, lowest_terms
+from syncline.schedule.draft import Draft, check_plannable, cut_further, shares_in
 from syncline.schedule.in_trees import RESOLUTION, Owners
 from syncline.schedule.levelled_step import Known
 from syncline.schedule.step_candidates import MAY_TAKE, Candidate, Portions, draft_sharded_steps
@@ -107,9 +107,8 @@ def add_spares(pair: Pair, spares: Owners) -> Pair:
     ``spares`` say who is the spare of the data from its beginning to its end, as :func:`spares_of` does; both drafts
     have one row of owners, and each rank receives each atom of the all-gather once. Cuts are added where spares change.
     """
-    refined = [_refine(half, spares) for half in pair]
-    scatter, gather = (half for half, _ in refined)
-    spare = refined[0][1]
+    cuts, spare = _cut_at_spares(pair[0], spares)
+    scatter, gather = (cut_further(half, cuts) for half in pair)
     owners = np.stack([scatter.owners[0], spare])
     return (
         replace(scatter, owners=owners, transfers=_hand_on(scatter, spare)),
@@ -119,10 +118,7 @@ def add_spares(pair: Pair, spares: Owners) -> Pair:
 
 def spare_shares(draft: Draft) -> tuple[float, ...]:
     """Return the part of the data that each rank is the spare of."""
-    if draft.num_replicas < 2:
-        return (0.0,) * draft.num_ranks
-    sizes = np.diff(np.array([cut / draft.denominator for cut in draft.cuts]))
-    return tuple(np.bincount(draft.owners[1], sizes, draft.num_ranks).tolist())
+    return shares_in(draft, slice(1, None))
 
 
 def owners_of(draft: Draft) -> Owners:
@@ -259,26 +255,16 @@ def _laid_over(bounds: Sequence[int], largest: int) -> Iterator[tuple[int, int, 
             yield place, (first - largest) * largest // rest, (last - largest) * largest // rest
 
 
-def _refine(draft: Draft, spares: Owners) -> tuple[Draft, IntArray]:
-    """Cut a draft also where spares change; return it, and the spare of each of its atoms."""
+def _cut_at_spares(draft: Draft, spares: Owners) -> tuple[list[int], IntArray]:
+    """Return a draft's cuts with those where spares change, and the spare of each atom between them."""
     runs = [(rank, weight) for rank, weight in spares if weight]
     ends = [0, *accumulate(weight for _, weight in runs)]
-    scale, spare_scale = ends[-1], draft.denominator
-    divisor = math.gcd(scale, spare_scale)
-    old = [cut * (scale // divisor) for cut in draft.cuts]
-    borders = [end * (spare_scale // divisor) for end in ends]
-    cuts = sorted({*old, *borders})
+    whole = math.lcm(ends[-1], draft.denominator)
+    borders = [end * (whole // ends[-1]) for end in ends]
+    cuts = sorted({*borders, *(cut * (whole // draft.denominator) for cut in draft.cuts)})
     number = {cut: place for place, cut in enumerate(cuts)}
-    moved = np.array([number[cut] for cut in old], dtype=np.int32)
-    rows = draft.transfers
     of_run = np.repeat([rank for rank, _ in runs], np.diff([number[border] for border in borders]))
-    refined = replace(
-        draft,
-        cuts=lowest_terms(cuts),
-        transfers=replace(rows, first=moved[rows.first], last=moved[rows.last]),
-        owners=np.repeat(draft.owners, np.diff(moved), axis=1),
-    )
-    return refined, of_run.astype(np.int32)
+    return cuts, of_run.astype(np.int32)
 
 
 def _hand_on(scatter: Draft, spare: IntArray) -> Transfers:

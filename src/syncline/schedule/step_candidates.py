@@ -28,10 +28,9 @@ from syncline.schedule.cost import (
     safest,
     supposed_network,
 )
-from syncline.schedule.draft import MAX_PLANNED_RANKS, Collective, Draft
+from syncline.schedule.draft import MAX_PLANNED_RANKS, Collective
 from syncline.schedule.in_trees import RESOLUTION, draft_with_owners, weights_of_shares
 from syncline.schedule.levelled_step import Known, LevelledStep
-from syncline.schedule.outline import Outline
 from syncline.schedule.ownership import speaking
 from syncline.schedule.planners import planners_for
 from syncline.schedule.step_flow import STEP, Limits, StepFlow, solve_step_flow
@@ -208,7 +207,7 @@ class _Search:
         return solve_step_flow(self._among, [limits[rank] for rank in self._speakers], is_direct=is_direct)
 
     def _within(self, limits: Sequence[float]) -> Iterator[Candidate]:
-        fitting = [one for one in self._others if _fits(one[0][0], limits)]
+        fitting = [one for one in self._others if fits(one[0][0].shares, limits)]
         yield from fitting
         if self._is_levelled:
             levelled = list(self._levelled(limits))
@@ -304,8 +303,9 @@ def upto(limits: Sequence[float]) -> Limits:
     return [(0.0, limit) for limit in limits]
 
 
-def _fits(draft: Draft | Outline, limits: Sequence[float]) -> bool:
-    return all(part <= limit + 1 / RESOLUTION for part, limit in zip(draft.shares, limits, strict=True))
+def fits(shares: Sequence[float], limits: Sequence[float]) -> bool:
+    """Whether no rank owns more than it may."""
+    return all(part <= limit + 1 / RESOLUTION for part, limit in zip(shares, limits, strict=True))
 
 
 def _caps(num_ranks: int) -> Iterator[float]:
