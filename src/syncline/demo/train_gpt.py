@@ -34,6 +34,8 @@ from syncline.demo.gpt import GPT, Corpus, GPTShape, load_corpus, nats_per_byte
 from syncline.errors import ConfigurationError
 from syncline.updates import UpdateRule
 
+SEED = 0
+LEARNING_RATE = 3e-3
 NUM_WARM_UP_STEPS = 20
 NUM_VALIDATION_SEQUENCES = 128
 REPORT_EVERY = 5
@@ -58,8 +60,6 @@ class Options:
     update: Update
     output: Path
     is_resumed: bool
-    learning_rate: float
-    seed: int
 
 
 class StopWish:
@@ -94,9 +94,9 @@ def build(options: Options, fleet: syncline.Fleet) -> Training:
         raise ConfigurationError(
             f"a batch has {NUM_SEQUENCES} sequences, so at most as many ranks, not {fleet.world_size}"
         )
-    torch.manual_seed(options.seed)
+    torch.manual_seed(SEED)
     model = GPT(GPTShape())
-    adamw = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
     model, optimizer = syncline.distribute(model, adamw, update=UPDATES[options.update](), samples="batch")
     return Training(options=options, fleet=fleet, corpus=load_corpus(), model=model, optimizer=optimizer)
 
@@ -105,7 +105,7 @@ def train_step(training: Training) -> Tensor:
     """Do one step, as in any PyTorch program; returns this rank's part of the mean loss."""
     options, fleet, context_length = training.options, training.fleet, training.model.shape.context_length
     for group in training.optimizer.param_groups:
-        group["lr"] = options.learning_rate * rate_factor(training.step, options.num_steps)
+        group["lr"] = LEARNING_RATE * rate_factor(training.step, options.num_steps)
     batch = training.corpus.batch(num_sequences=NUM_SEQUENCES, context_length=context_length, seed=training.step)
     inputs, targets = (part.tensor_split(fleet.world_size)[fleet.rank] for part in batch)
     loss = nats_per_byte(training.model, inputs, targets)
@@ -249,21 +249,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse(arguments: Sequence[str] | None) -> Options:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="steps to train in all")
+    parser.add_argument("--steps", dest="num_steps", type=int, default=DEFAULT_STEPS, help="steps to train in all")
     parser.add_argument("--update", type=Update, default=Update.SHARDED, help="the update rule")
     parser.add_argument("--output", type=Path, default=Path("syncline-demo"), help="where the checkpoint goes")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args(arguments)
-    return Options(
-        num_steps=chosen.steps,
-        update=chosen.update,
-        output=chosen.output,
-        is_resumed=chosen.resume,
-        learning_rate=chosen.learning_rate,
-        seed=chosen.seed,
-    )
+    parser.add_argument("--resume", dest="is_resumed", action="store_true", help="go on from the checkpoint")
+    return Options(**vars(parser.parse_args(arguments)))
 
 
 if __name__ == "__main__":
