@@ -51,7 +51,6 @@ def import_parts(
     if ranks_per_host is not None and ranks_per_host < 1:
         raise TopologyError(f"{label}: a host needs at least 1 rank, not {ranks_per_host}")
     switches = FORMATS[origin](text, label)
-    _check_size(switches, ranks_per_host, label)
     builder = _Builder(label=label, switches=switches, rates=tuple(rates), ranks_per_host=ranks_per_host)
     root = builder.switch(_find_top(switches, label), (), has_link=False)
     unreached = [name for name in switches if name not in builder.lines]
@@ -109,6 +108,7 @@ class _Builder:
     def _claim(self, name: str, line: int) -> None:
         try:
             check_name(name, "node")
+            check_num_ranks(self.num_ranks)
         except TopologyError as error:
             raise self._error(line, str(error)) from error
         if name in self.lines:
@@ -119,24 +119,11 @@ class _Builder:
         return TopologyError(f"{self.label} line {line}: {message}")
 
 
-def _check_size(switches: Switches, ranks_per_host: int | None, label: str) -> None:
-    num_ranks = 0
-    for entry in switches.values():
-        num_ranks += sum(ranks_per_host or host.num_ranks or 1 for host in entry.hosts)
-        try:
-            check_num_ranks(num_ranks)
-        except TopologyError as error:
-            raise TopologyError(f"{label} line {entry.line}: {error}") from error
-
-
 def _find_top(switches: Switches, label: str) -> str:
     below = {child for entry in switches.values() for child in entry.switches}
-    tops = [name for name in switches if name not in below]
+    tops = [name for name in switches if name not in below] or list(switches)[:1]
     if len(tops) == 1:
         return tops[0]
-    if not tops:
-        first = next(iter(switches.values()))
-        raise TopologyError(f"{label} line {first.line}: every switch is below another; a tree has one at the top")
     raise TopologyError(
         f"{label} line {switches[tops[1]].line}: nothing joins the switches {','.join(tops)}; add one above them"
     )
