@@ -106,11 +106,6 @@ def condensed(tree: Branch, limits: Sequence[object] = ()) -> Branch:
     return condense(tree)[1]
 
 
-def swapped(tree: Branch) -> Branch:
-    """Return the tree with up and down exchanged, which turns gathering into scattering."""
-    return replace(tree, up=tree.down, down=tree.up, children=tuple(map(swapped, tree.children)))
-
-
 def with_finite_rates(tree: Branch) -> Branch:
     """Replace infinite rates by ones that are far above all others."""
     rates = [rate for branch in tree.walk() for rate in (branch.up, branch.down) if rate < math.inf]
@@ -145,7 +140,7 @@ def lower_bound(
 
 
 def bound_of(tree: Branch, collective: Collective, *, target: Target = "balanced", root: int = 0) -> float:
-    """Return the bound in seconds per byte; for an all-gather the tree is :func:`swapped`."""
+    """Return the bound in seconds per byte; for an all-gather the tree is ``swapped``."""
     if len(tree.ranks) == 1:
         return 0.0
     seconds_per_byte = _link_bound(tree, collective, target, root)

@@ -30,6 +30,7 @@ from syncline.errors import ScheduleError
 from syncline.schedule.draft import Collective
 from syncline.schedule.transfers import IntArray, Transfers
 from syncline.topology import Gateway, Host, Node, Switch, Topology
+from syncline.topology.tree import ranks_below
 
 Target = Literal["balanced", "rank_order"]
 Fractions = Mapping[str, Sequence[int]]
@@ -59,7 +60,6 @@ class Exchange(NamedTuple):
     height: int
     holders: IntArray
     bounds: list[int]
-    own: Ownership
 
 
 class TreeDivision:
@@ -82,38 +82,33 @@ class TreeDivision:
         self._fractions = fractions
         self.exchanges: list[Exchange] = []
         self.denominator = denominator or denominator_of(top, fractions, num_ranks if self._in_rank_order else 1)
-        self.own, self.height, _ = self._divide(top)
+        self.own, self.height = self._divide(top)
 
     def cuts(self) -> set[int]:
         """Return every cut that any exchange uses."""
         return {0, self.denominator}.union(*(exchange.bounds for exchange in self.exchanges))
 
-    def _divide(self, node: Node) -> tuple[Ownership, int, list[int]]:
-        """Return who owns what below ``node``, the number of exchanges on top of each other, and the ranks below."""
+    def _divide(self, node: Node) -> tuple[Ownership, int]:
+        """Return who owns what below ``node``, and the number of exchanges on top of each other."""
         if not node.children:
-            rank: int = node.rank  # type: ignore[union-attr]
-            whole = Ownership(cuts=[0, self.denominator], owners=np.array([rank], dtype=np.int32))
-            return whole, 0, [rank]
+            return Ownership(cuts=[0, self.denominator], owners=np.array(ranks_below(node), dtype=np.int32)), 0
         below = [self._divide(child) for child in node.children]
         if len(below) == 1:
             return below[0]
         height = 1 + max(part[1] for part in below)
-        cuts, chosen = self._cut_at_breakpoints([part[0] for part in below], [part[2] for part in below])
+        cuts, chosen = self._cut_at_breakpoints(node, [part[0] for part in below])
         holders = np.stack([part[0].lookup(cuts) for part in below], axis=1)
         bounds = _split(cuts, chosen, weights_of(node, self._fractions))
-        own = _join_neighbours(bounds, holders)
-        self.exchanges.append(Exchange(parent=node.name, height=height, holders=holders, bounds=bounds, own=own))
-        return own, height, [rank for part in below for rank in part[2]]
+        self.exchanges.append(Exchange(parent=node.name, height=height, holders=holders, bounds=bounds))
+        return _join_neighbours(bounds, holders), height
 
-    def _cut_at_breakpoints(
-        self, children: Sequence[Ownership], ranks_below: Sequence[Sequence[int]]
-    ) -> tuple[list[int], list[int | None]]:
+    def _cut_at_breakpoints(self, node: Node, children: Sequence[Ownership]) -> tuple[list[int], list[int | None]]:
         """Return the common cuts, and for each interval the child that must have it whole, if one must."""
         cuts = sorted(set().union(*(child.cuts for child in children)))
         if not self._in_rank_order:
             return cuts, [None] * (len(cuts) - 1)
         share = self.denominator // self._num_ranks
-        child_of = {rank: child for child, ranks in enumerate(ranks_below) for rank in ranks}
+        child_of = {rank: place for place, child in enumerate(node.children) for rank in ranks_below(child)}
         cuts = sorted({*cuts, *(share * (rank + end) for rank in child_of for end in (0, 1))})
         return cuts, [child_of.get(cut // share) for cut in cuts[:-1]]
 

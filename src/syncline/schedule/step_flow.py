@@ -30,7 +30,7 @@ from itertools import pairwise, product
 import numpy as np
 
 from syncline.errors import ScheduleError
-from syncline.schedule.bound import Branch, bound_of, branch_of, condensed, swapped
+from syncline.schedule.bound import Branch, bound_of, branch_of, condensed
 from syncline.schedule.draft import Collective
 from syncline.schedule.traffic import Floats
 from syncline.topology import Topology
@@ -101,12 +101,12 @@ def solve_step_flow(
     prices, and looks at one of siblings that are alike. O(nodes) variables and rows. Raises :class:`ScheduleError`
     if no shares are within the limits.
     """
-    tree = condensed(branch_of(topology), limits) if is_bound else branch_of(topology)
-    trees = [swapped(tree) if half is Collective.ALL_GATHER else tree for half in halves]
+    trees = [branch_of(topology, swapped=half is Collective.ALL_GATHER) for half in halves]
+    trees = [condensed(tree, limits) for tree in trees] if is_bound else trees
     fastest = list(least_s) or [bound_of(each, half) for each, half in zip(trees, halves, strict=True)]
     if is_at_once:
-        fastest = [bound_of(tree, Collective.ALL_REDUCE), 0.0]
-    if is_bound and sum(1 for _ in tree.walk()) > _MOST_NODES_OF_BOUND:
+        fastest = [bound_of(trees[0], Collective.ALL_REDUCE), 0.0]
+    if is_bound and sum(1 for _ in trees[0].walk()) > _MOST_NODES_OF_BOUND:
         return StepFlow(shares=(), halves=tuple(Flow.that_takes(seconds) for seconds in fastest))
     unit = sum(fastest) or 1 / min((rate for rate in _rates(trees[0]) if rate < math.inf), default=1.0)
     layout = _Columns(tuple(trees[0].walk()), len(halves), follows=not is_bound)
