@@ -163,13 +163,9 @@ def check_compiled() -> Finding:
 
 def check_gpu() -> Finding:
     """Tell of a GPU, as its driver does, that nobody has run the paths of its tensors yet."""
-    from syncline.machines.nvml import Gpu, find_gpu  # with what measures machines, which no other check needs
+    from syncline.machines.nvml import find_gpu, read_gpu  # with what measures machines, which no other check needs
 
-    gpu = Gpu(find_gpu())
-    try:
-        memory_bytes = gpu.read_kind().get("gpu_memory_bytes")
-    finally:
-        gpu.close()
+    memory_bytes = read_gpu(find_gpu()).get("gpu_memory_bytes")
     if memory_bytes is None:
         return judge("GPU", True, "none", "")
     what = f"{memory_bytes / (1 << 30):.0f} GiB; Syncline's code for tensors on it has never been run on a GPU"
