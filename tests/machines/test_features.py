@@ -6,9 +6,9 @@ from hypothesis import given, strategies as st
 
 from syncline.errors import ConfigurationError
 from syncline.machines.features import (
-    FeatureHistory,
     build_table,
     normalise,
+    summarise,
     topology_features,
     topology_latencies,
 )
@@ -74,7 +74,6 @@ def test_a_chosen_feature_alone_counts() -> None:
         ({"use": ["z"]}, "no host has the feature 'z'"),
         ({"weights": {"z": 1.0}}, "no host has the feature 'z'"),
         ({"use": ["x"], "weights": {"x": -1.0}}, "at least 0"),
-        ({"latencies_s": np.zeros((3, 3))}, "one row"),
     ],
 )
 def test_a_wrong_choice_is_named(arguments: dict, message: str) -> None:
@@ -165,11 +164,6 @@ def test_latencies_are_those_of_the_route() -> None:
     assert latencies[0, 1] == 0
 
 
-def test_history_is_the_mean_of_the_newest_periods() -> None:
-    history = FeatureHistory(window=2)
-    for rate in (100.0, 2.0, 4.0):
-        history.record({"disk": rate, "site": f"s{rate:.0f}"})
-    assert history.summary() == {"disk": 3.0, "site": "s4"}
-    assert [period["disk"] for period in history.periods] == [2.0, 4.0]
-    with pytest.raises(ConfigurationError):
-        FeatureHistory(window=0)
+def test_a_summary_is_the_mean_of_each_number_and_the_newest_text() -> None:
+    periods = [{"disk": rate, "site": f"s{rate:.0f}"} for rate in (2.0, 4.0)]
+    assert summarise([*periods, {"site": "s5"}]) == {"disk": 3.0, "site": "s5"}

@@ -15,6 +15,7 @@ would count as much as a real difference: so where max - min is at most ``tolera
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -170,11 +171,6 @@ def _check_kind(name: str, given: Mapping[str, Feature | None]) -> None:
 
 
 def _latency_columns(hosts: Sequence[str], latencies_s: Floats, weight: float) -> list[Column]:
-    if latencies_s.shape != (len(hosts), len(hosts)):
-        raise ConfigurationError(
-            f"latencies between {len(hosts)} hosts are a square of that side, not {latencies_s.shape}; give one row "
-            "and one column for each host"
-        )
     return [
         Column(
             feature=LATENCY,
@@ -255,28 +251,17 @@ def topology_latencies(topology: Topology) -> Floats | None:
     return np.array([[sum(of_link[link.child] for link in route) for route in row] for row in routes])
 
 
-class FeatureHistory:
-    """The features of one host, period by period; what counts is their mean over the last ``window`` periods."""
+NUM_PERIODS = 16
+"""Of what a host measures in each so many count, the newest."""
 
-    def __init__(self, *, window: int = 16) -> None:
-        if window < 1:
-            raise ConfigurationError(f"a history keeps at least 1 period, not {window}")
-        self._window = window
-        self._periods: list[dict[str, Feature]] = []
 
-    @property
-    def periods(self) -> tuple[Features, ...]:
-        """What was measured in each period that is kept, oldest first."""
-        return tuple(self._periods)
-
-    def record(self, features: Features) -> None:
-        """Add what was measured in a period."""
-        self._periods = [*self._periods, dict(features)][-self._window :]
-
-    def summary(self) -> dict[str, Feature]:
-        """Return the mean of each number, and the newest of each text."""
-        names = dict.fromkeys(name for period in self._periods for name in period)
-        return {name: _summarise([period[name] for period in self._periods if name in period]) for name in names}
+def summarise(periods: Iterable[Features]) -> dict[str, Feature]:
+    """Return the mean of each number that was measured in some of the periods, and the newest of each text."""
+    told: dict[str, list[Feature]] = defaultdict(list)
+    for period in periods:
+        for name, value in period.items():
+            told[name].append(value)
+    return {name: _summarise(values) for name, values in told.items()}
 
 
 def _summarise(values: Sequence[Feature]) -> Feature:

@@ -1,5 +1,6 @@
 import pytest
 
+from syncline.machines.features import summarise
 from syncline.updates.clustered.grouping import Pace
 
 
@@ -19,7 +20,7 @@ def warm(clock: Clock) -> Pace:
     clock.now_s += 10_000.0
     pace.computed(is_batch=True)
     pace.end_period()
-    assert "batch_s" not in pace.history.summary()
+    assert "batch_s" not in summarise(pace.history)
     return pace
 
 
@@ -34,9 +35,9 @@ def test_a_batchs_own_time_leaves_out_what_others_took() -> None:
         clock.now_s += 50.0  # until the mean is there
     pace.end_period()
     pace.end_period()
-    assert [period.get("batch_s") for period in pace.history.periods] == [None, pytest.approx(3.0), None]
-    assert pace.history.summary()["batch_s"] == pytest.approx(3.0)
-    assert pace.history.summary()["available_memory_bytes"] > 0
+    assert [period.get("batch_s") for period in pace.history] == [None, pytest.approx(3.0), None]
+    assert summarise(pace.history)["batch_s"] == pytest.approx(3.0)
+    assert summarise(pace.history)["available_memory_bytes"] > 0
 
 
 def test_periods_count_alike_and_one_without_a_batch_says_nothing_of_it() -> None:
@@ -47,4 +48,4 @@ def test_periods_count_alike_and_one_without_a_batch_says_nothing_of_it() -> Non
         clock.now_s += own_s or 1000.0
         pace.computed(is_batch=own_s is not None)
         pace.end_period()
-    assert pace.history.summary()["batch_s"] == pytest.approx(3.0)
+    assert summarise(pace.history)["batch_s"] == pytest.approx(3.0)

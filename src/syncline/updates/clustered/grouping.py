@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
@@ -17,7 +18,7 @@ from typing import Annotated, Literal
 from syncline.arguments import Count, Whole
 from syncline.errors import ConfigurationError
 from syncline.machines.clustering import Inventory, keep_numbers, reconsider
-from syncline.machines.features import BATCH, Feature, FeatureHistory
+from syncline.machines.features import BATCH, NUM_PERIODS, Feature, Features
 from syncline.machines.measurement import read_moment
 from syncline.machines.nvml import Gpu, find_gpu
 from syncline.topology import Host
@@ -138,7 +139,7 @@ class Pace:
     ) -> None:
         """Without ``reads`` the machine is not looked at, and nothing is recorded."""
         self._clock = clock
-        self.history = FeatureHistory()
+        self.history: deque[Features] = deque(maxlen=NUM_PERIODS)
         """What was measured in each of the newest periods."""
         self._reads = reads
         self._gpu = Gpu(find_gpu(gpu) if reads else None)
@@ -166,7 +167,7 @@ class Pace:
         has_pace = bool(self._batches_s) and self._is_warm
         own = {BATCH: sum(self._batches_s) / len(self._batches_s)} if has_pace else {}
         if self._reads:
-            self.history.record(read_moment(self._gpu) | own)
+            self.history.append(read_moment(self._gpu) | own)
         self._batches_s.clear()
         self._is_warm = True
 

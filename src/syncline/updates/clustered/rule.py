@@ -14,7 +14,7 @@ import torch
 from syncline.arguments import Count, Share, Whole, check_fields
 from syncline.errors import ConfigurationError
 from syncline.machines.clustering import Inventory
-from syncline.machines.features import NETWORK
+from syncline.machines.features import NETWORK, summarise
 from syncline.machines.measurement import read_machine
 from syncline.members.job_record import NO_FLAGS
 from syncline.topology import Topology
@@ -359,7 +359,7 @@ class ClusteredUpdater(PartyUpdater):
         if self._contributions is not None:
             table = self._contributions.table.tolist()
             counted = replace(counted, contributions=tuple(map(tuple, table)))
-        return replace(counted, features=self._pace.history.summary(), history=self._pace.history.periods)
+        return replace(counted, features=summarise(self._pace.history), history=tuple(self._pace.history))
 
     def close(self) -> None:
         """Release everything."""
@@ -449,7 +449,7 @@ class ClusteredUpdater(PartyUpdater):
 
     def _measurement(self) -> Measurement:
         """Return what this rank's machine measured in past periods, where clusters may follow from it."""
-        return tuple(sorted(self._pace.history.summary().items())) if self._is_regrouping() else ()
+        return tuple(sorted(summarise(self._pace.history).items())) if self._is_regrouping() else ()
 
     def _propose(self) -> Clusters:
         """Return new clusters if this rank is the one to propose them, and finds better ones."""
