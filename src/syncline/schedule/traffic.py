@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from syncline.schedule.draft import Draft
 from syncline.schedule.transfers import Transfers
-from syncline.topology import DirectedLink, Node, Topology
+from syncline.topology import DirectedLink, Topology
 
 Floats = npt.NDArray[np.float64]
 
@@ -40,17 +40,18 @@ class LinkTable(NamedTuple):
 
     @classmethod
     def _tabulated(cls, topology: Topology) -> LinkTable:
-        nodes = [node for node in topology.walk() if node.link is not None]
-        number = {node.name: index for index, node in enumerate(nodes)}
+        links = topology.links()
+        number = {name: index for index, (name, _) in enumerate(links)}
         depth = max(len(topology.path(rank)) for rank in range(topology.num_ranks))
         ancestors = np.full((topology.num_ranks, depth), -1, dtype=np.int64)
         for rank in range(topology.num_ranks):
             path = topology.path(rank)[::-1]
             ancestors[rank, : len(path)] = [number[node.name] for node in path]
+        rates = [(link.up_bytes_per_s, link.down_bytes_per_s) for _, link in links]
         return cls(
-            links=tuple(DirectedLink(node.name, direction) for direction in ("up", "down") for node in nodes),
-            bytes_per_s=np.array([_rate(node, up) for up in (True, False) for node in nodes]),
-            latency_s=np.array([_latency(node) for _ in range(2) for node in nodes]),
+            links=tuple(DirectedLink(name, direction) for direction in ("up", "down") for name, _ in links),
+            bytes_per_s=np.array(rates).T.reshape(-1),
+            latency_s=np.array([link.latency_s for _, link in links] * 2),
             ancestors=ancestors,
         )
 
@@ -82,16 +83,6 @@ class LinkTable(NamedTuple):
 
 _TABLES = deque[tuple[Topology, LinkTable]](maxlen=2)
 """The last topologies: whoever compares schedules asks for the same ones again and again."""
-
-
-def _rate(node: Node, up: bool) -> float:
-    assert node.link is not None
-    return node.link.up_bytes_per_s if up else node.link.down_bytes_per_s
-
-
-def _latency(node: Node) -> float:
-    assert node.link is not None
-    return node.link.latency_s
 
 
 class StepTraffic(NamedTuple):
