@@ -17,8 +17,8 @@ link, it loads such a link with what two hosts exchange, not with what all do.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from syncline.schedule.ownership import (
     draw_exchanges,
     gateway_fractions,
     is_bound_to_gateways,
+    weights_of,
 )
 from syncline.schedule.schedule import Schedule
 from syncline.schedule.transfers import Transfers
@@ -147,23 +148,16 @@ def _weights(topology: Topology, collective: Collective, fractions: Fractions | 
 # twice at most.
 
 
-class _Level(NamedTuple):
-    """One ancestor of the root without the branch that the root is in, and the weights that hold in it."""
-
-    others: Node
-    fractions: Fractions
-
-
 def draft_tree_broadcast(
     topology: Topology, *, root: int, fractions: Fractions | None = None, planner: str = "tree"
 ) -> Draft:
     """Draw a broadcast from ``root``."""
     num_ranks = topology.num_ranks
-    levels = _levels(topology, root, check_fractions(topology, fractions))
-    denominator = math.lcm(1, *(denominator_of(level.others, level.fractions) for level in levels))
+    levels = list(_levels(topology, root, check_fractions(topology, fractions)))
+    denominator = math.lcm(1, *(denominator_of(others, weights) for others, weights in levels))
     divisions = [
-        TreeDivision(level.others, num_ranks=num_ranks, fractions=level.fractions, denominator=denominator)
-        for level in levels
+        TreeDivision(others, num_ranks=num_ranks, fractions=weights, denominator=denominator)
+        for others, weights in levels
     ]
     cuts = sorted(
         {0, denominator}.union(
@@ -187,24 +181,16 @@ def draft_tree_broadcast(
     )
 
 
-def _levels(topology: Topology, root: int, fractions: Fractions) -> list[_Level]:
+def _levels(topology: Topology, root: int, fractions: Fractions) -> Iterator[tuple[Node, Fractions]]:
+    """Yield each ancestor of the root without the branch that the root is in, and the weights that hold in it."""
     path = topology.path(root)
-    levels = []
     for branch, parent in zip(path, [*path[1:], topology.root], strict=True):
-        if len(parent.children) > 1:
-            levels.append(_without(parent, branch, fractions))
-    return levels
-
-
-def _without(parent: Node, branch: Node, fractions: Fractions) -> _Level:
-    rest = {name: weights for name, weights in fractions.items() if name != parent.name}
-    given = fractions.get(parent.name, [0] * len(parent.children))
-    weights = [weight for child, weight in zip(parent.children, given, strict=True) if child is not branch]
-    if any(weights):
-        rest[parent.name] = weights
-    assert not isinstance(parent, Rank)
-    others = tuple(child for child in parent.children if child is not branch)
-    return _Level(others=with_children(parent, others), fractions=rest)
+        if isinstance(parent, Rank) or len(parent.children) == 1:
+            continue
+        given = zip(parent.children, weights_of(parent, fractions), strict=True)
+        weights = [weight for child, weight in given if child is not branch]
+        others = with_children(parent, tuple(child for child in parent.children if child is not branch))
+        yield others, {**fractions, parent.name: weights if any(weights) else []}
 
 
 def _scatter(source: Ownership, target: Ownership, cuts: Sequence[int]) -> Transfers:
