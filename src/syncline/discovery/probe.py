@@ -109,7 +109,7 @@ class Prober:
         """By host, the round trips to all hosts, in seconds, as it told them."""
         self._trips: dict[Flow, float] = {}
         self._known_s = known_s
-        self._is_over: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()
 
     async def open(self) -> None:
         """Begin to heed orders; what came before is heard now."""
@@ -146,12 +146,8 @@ class Prober:
     async def _until(self, is_whole: Callable[[], bool], more_s: float = 0.0) -> None:
         async with asyncio.timeout(ROUND_S + more_s):
             while not is_whole():
-                self._is_over = asyncio.get_running_loop().create_future()
-                await self._is_over
-
-    def _look_again(self) -> None:
-        if self._is_over is not None and not self._is_over.done():
-            self._is_over.set_result(None)
+                self._news.clear()
+                await self._news.wait()
 
     def _tell(self, place: int, told: dict[str, object]) -> None:
         if (rank := self._ranks[place]) == self._port.rank:
@@ -175,7 +171,7 @@ class Prober:
                 self._tell(0, {"trips": [trips.get(rank, 0.0) for rank in self._ranks]})
             case {"trips": list(trips)}:
                 self._told_trips[place] = trips
-                self._look_again()
+                self._news.set()
             case {"sent": int(count), "in": int(number)}:
                 self._receiving[number, place].expected = count
                 self._post(number, place)
@@ -183,7 +179,7 @@ class Prober:
             case {"rate": float(rate), "in": int(number), "from": int(source)}:
                 if number == self._round:
                     self._rates[source, place] = rate
-                    self._look_again()
+                    self._news.set()
 
     def _begin(
         self, number: int, targets: Sequence[Ends], sources: Sequence[Ends], flow_s: float, late_s: float
