@@ -234,18 +234,15 @@ _Document = Annotated[
 DOCUMENT: TypeAdapter[_SwitchDocument | _HostDocument] = TypeAdapter(_Document)
 
 
-def _known_keys(
-    mapping: object, *, is_root: bool, is_priorities: bool = False, is_socket: bool = False
-) -> tuple[str, ...]:
-    """Return the keys that an entry like ``mapping`` may have."""
-    if is_socket:
-        return tuple(_SocketEntry.model_fields)
-    kind = _kind_of(mapping)
-    if kind is None:
-        return tuple((_PrioritiesEntry if is_priorities else _LinkEntry).model_fields)
-    entry = _SwitchEntry if kind == "<switch>" else _HostEntry
-    heading = tuple(_Heading.model_fields) if is_root else ()
-    return heading + tuple(entry.model_fields)
+def _known_keys(place: Location) -> tuple[str, ...]:
+    """Return the keys that the entry at a place may have; the place tells which branches of unions led there."""
+    entries: dict[object, type[BaseModel]] = {"<switch>": _SwitchEntry, "<host>": _HostEntry}
+    if place[-1] in entries:
+        heading = tuple(_Heading.model_fields) if len(place) == 1 else ()
+        return heading + tuple(entries[place[-1]].model_fields)
+    is_socket = place[-2:-1] == ("children",)  # an entry below a switch has its tag in between
+    other = _PrioritiesEntry if "priorities" in place else _SocketEntry if is_socket else _LinkEntry
+    return tuple(other.model_fields)
 
 
 def parse_document(text: str, *, source: str | None = None) -> TopologyParts:
@@ -384,19 +381,19 @@ class _Builder:
 def _describe_all(error: ValidationError, marked: MarkedData) -> list[str]:
     problems = error.errors(include_url=False)
     shown = problems[:_MAX_PROBLEMS_SHOWN]
-    lines = [str(marked.error(problem["loc"], _describe(problem, marked))) for problem in shown]
+    lines = [str(marked.error(problem["loc"], _describe(problem))) for problem in shown]
     if len(problems) > len(shown):
         lines.append(f"... and {len(problems) - len(shown)} more")
     return lines
 
 
-def _describe(problem: Mapping[str, Any], marked: MarkedData) -> str:
+def _describe(problem: Mapping[str, Any]) -> str:
     kind, location, value = problem["type"], problem["loc"], problem["input"]
     key = next((str(step) for step in reversed(location) if isinstance(step, str)), "")
     if kind == "value_error":
         return str(problem["ctx"]["error"])
     if kind == "extra_forbidden":
-        return _describe_unknown_key(key, location, marked)
+        return _describe_unknown_key(key, location)
     if kind == "too_short" and key == "children":
         is_switch = location[-2:-1] == ("<switch>",)
         return f"this {'switch' if is_switch else 'list of sockets'} is empty; give it children, or leave it out"
@@ -406,19 +403,8 @@ def _describe(problem: Mapping[str, Any], marked: MarkedData) -> str:
     return ordinary.get(kind, f"{key!r} cannot be {value!r}: {problem['msg'].lower()}")
 
 
-def _describe_unknown_key(key: str, location: Location, marked: MarkedData) -> str:
-    mapping = marked.data
-    steps = 0
-    for step in location[:-1]:
-        if (isinstance(mapping, dict) and step in mapping) or isinstance(mapping, list):
-            mapping = mapping[step]  # type: ignore[index]
-            steps += 1
-    known = _known_keys(
-        mapping,
-        is_root=steps == 0,
-        is_priorities="priorities" in location[:-1],
-        is_socket=location[-3:-2] == ("children",),  # an entry below a switch has its tag in between
-    )
+def _describe_unknown_key(key: str, location: Location) -> str:
+    known = _known_keys(location[:-1])
     close = difflib.get_close_matches(key, known, n=1)
     remedy = f"did you mean {close[0]!r}?" if close else f"the keys here are {', '.join(known)}"
     return f"unknown key {key!r}; {remedy}"
