@@ -6,6 +6,7 @@ Below it each rank's part: what it sends and receives, phase by phase.
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, fields
 from typing import Any, NamedTuple
@@ -175,36 +176,18 @@ class Phase(NamedTuple):
 
 def build_program(transfers: Transfers, rank: int) -> tuple[Phase, ...]:
     """Pick and order what concerns ``rank``; takes time in proportion to all transfers (one scan) and to its own."""
-    sends = _sends_of(transfers, rank)
-    receives = _receives_of(transfers, rank)
-    phases = []
-    for step in sorted(sends.keys() | receives.keys()):
-        going, coming = sends.get(step, []), receives.get(step, [])
-        phases.append(Phase(step=step, sends=tuple(going), receives=tuple(coming)))
-    return tuple(phases)
-
-
-def _sends_of(transfers: Transfers, rank: int) -> dict[int, list[Send]]:
-    rows = np.flatnonzero(transfers.src == rank)
-    peers = transfers.dst[rows]
-    columns = (transfers.step[rows], peers, transfers.first[rows], transfers.last[rows], _running_numbers(peers))
-    by_step: dict[int, list[Send]] = {}
-    for step, peer, first, last, index in zip(*(column.tolist() for column in columns), strict=True):
-        by_step.setdefault(step, []).append(Send(peer, first, last, index))
-    return by_step
-
-
-def _receives_of(transfers: Transfers, rank: int) -> dict[int, list[Receive]]:
-    rows = np.flatnonzero(transfers.dst == rank)
-    peers = transfers.src[rows]
-    first, add = transfers.first[rows], transfers.add[rows]
-    columns = (transfers.step[rows], peers, first, transfers.last[rows], _running_numbers(peers), add)
-    order = np.lexsort((first, peers, ~add, columns[0]))
-    by_step: dict[int, list[Receive]] = {}
-    rows_in_order = zip(*(column[order].tolist() for column in columns), strict=True)
-    for step, peer, first_atom, last_atom, index, adds in rows_in_order:
-        by_step.setdefault(step, []).append(Receive(peer, first_atom, last_atom, index, adds))
-    return by_step
+    sends, receives = defaultdict[int, list[Send]](list), defaultdict[int, list[Receive]](list)
+    going = transfers.take(np.flatnonzero(transfers.src == rank))
+    for row, index in zip(going, _running_numbers(going.dst).tolist(), strict=True):
+        sends[row.step].append(Send(row.dst, row.first, row.last, index))
+    coming = transfers.take(np.flatnonzero(transfers.dst == rank))
+    order = np.lexsort((coming.first, coming.src, ~coming.add, coming.step))
+    for row, index in zip(coming.take(order), _running_numbers(coming.src)[order].tolist(), strict=True):
+        receives[row.step].append(Receive(row.src, row.first, row.last, index, row.add))
+    return tuple(
+        Phase(step=step, sends=tuple(sends[step]), receives=tuple(receives[step]))
+        for step in sorted(sends.keys() | receives.keys())
+    )
 
 
 def _running_numbers(peers: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
