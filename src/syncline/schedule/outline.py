@@ -18,7 +18,6 @@ if they are in the same part at each level. Where that takes too many, the tree 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -123,7 +122,7 @@ class Join:
     """Whether both are one row, of the whole range."""
 
 
-class LevelExchange(ABC):
+class _Exchange:
     """What the children of a parent do with a range that each of them holds, in either half, as a reduce-scatter.
 
     The range is cut into atoms of these ``sizes``, and each goes to the child that is its owner.
@@ -136,28 +135,8 @@ class LevelExchange(ABC):
         self.upto: Floats = np.array([0, *accumulate(sizes)]) / sum(sizes)
         self.parts: Floats = np.bincount(self.owners, sizes, num_children) / sum(sizes)
 
-    @abstractmethod
-    def profile(self, half: int) -> Profile:
-        """Return what is sent and received."""
 
-    @abstractmethod
-    def joins(self, half: int) -> Iterator[Join]:
-        """Yield the rows that may be one with others of the next range."""
-
-    @abstractmethod
-    def way(self, half: int, atom: int) -> tuple[Positions, Positions, Positions]:
-        """Return the steps, sources and destinations of an atom's rows."""
-
-    @abstractmethod
-    def longest_s(self, half: int, step: int, latencies: Floats) -> float:
-        """Return the longest way in a step between two children with these latencies, [ranges, children]."""
-
-    @abstractmethod
-    def kind(self, atom: int) -> Hashable:
-        """Return what is equal for atoms that take the same ways."""
-
-
-class DirectExchange(LevelExchange):
+class DirectExchange(_Exchange):
     """All children send to the owner, in one step: child k owns part k, of this weight."""
 
     def __init__(self, weights: Sequence[int]) -> None:
@@ -197,7 +176,7 @@ class DirectExchange(LevelExchange):
         return "straight"
 
 
-class DrawnExchange(LevelExchange):
+class DrawnExchange(_Exchange):
     """An exchange whose rows are drawn: those of each half among the children, each half as a reduce-scatter."""
 
     def __init__(
@@ -271,6 +250,9 @@ class DrawnExchange(LevelExchange):
     def kind(self, atom: int) -> Hashable:
         """Those are alike that go straight to their owners."""
         return "straight" if self._is_straight[atom] else atom
+
+
+LevelExchange = DirectExchange | DrawnExchange
 
 
 class Part:
