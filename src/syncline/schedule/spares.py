@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -34,7 +34,8 @@ from syncline.schedule.in_trees import RESOLUTION, Owners
 from syncline.schedule.levelled_step import Known
 from syncline.schedule.step_candidates import MAY_TAKE, Candidate, Portions, draft_sharded_steps
 from syncline.schedule.transfers import IntArray, Transfers
-from syncline.topology import Node, Rank, Switch, Topology
+from syncline.topology import Node, Switch, Topology
+from syncline.topology.tree import ranks_below
 
 Apart = Literal["rack", "host", "rank"]
 """In what an owner and its spare differ: a machine that fails takes a rank or a host, a switch a rack."""
@@ -42,6 +43,7 @@ MOST_OF_ONE = 2 / 3
 """What one rack may own of everything where spares are in other racks: ranks elsewhere hold three times their own."""
 _ABOUT_HALF = 0.55
 """What one host may own of a group of near ones, whose ranks then hold about twice their own."""
+_Owned = TypeVar("_Owned", int, float)
 Parts = dict[str, dict[int, int]]
 """Of each part of the topology what each of its owners owns, in the topology's order."""
 
@@ -56,9 +58,11 @@ def ways_apart(topology: Topology, shares: Sequence[float]) -> tuple[Apart, ...]
     >>> ways_apart(Topology.parse("{host: a, ranks: 2}"), [0.5, 0.5])
     ('rank',)
     """
-    parts = {apart: _parts_of(topology, shares, apart) for apart in ("rack", "host", "rank")}
+    owned = dict(enumerate(shares))
+    parts = {apart: _parts_of(topology, owned, apart) for apart in ("rack", "host", "rank")}
+    most = max((sum(part.values()) for part in parts["rack"].values()), default=0.0)
     ways: list[Apart] = []
-    if 1 < len(parts["rack"]) < len(parts["host"]) and max(parts["rack"].values()) <= MOST_OF_ONE * sum(shares):
+    if 1 < len(parts["rack"]) < len(parts["host"]) and most <= MOST_OF_ONE * sum(shares):
         ways.append("rack")
     if len(parts["host"]) > 1:
         ways.append("host")
@@ -136,11 +140,11 @@ def part_of(topology: Topology, rank: int, apart: Apart) -> str:
     return rack.name if rack is not None and rack is not topology.root else host.name
 
 
-def _parts_of(topology: Topology, shares: Sequence[float], apart: Apart) -> Counter[str]:
-    parts = Counter[str]()
-    for rank, share in enumerate(shares):
-        if share > 0:
-            parts[part_of(topology, rank, apart)] += share  # type: ignore[assignment]
+def _parts_of(topology: Topology, owned: Mapping[int, _Owned], apart: Apart) -> dict[str, dict[int, _Owned]]:
+    """Return what each owner owns, by the part that it is in, in the topology's order."""
+    parts: dict[str, dict[int, _Owned]] = {}
+    for rank in filter(owned.get, ranks_below(topology.root)):
+        parts.setdefault(part_of(topology, rank, apart), {})[rank] = owned[rank]
     return parts
 
 
@@ -151,10 +155,7 @@ class _Circles:
         owned = Counter[int]()
         for rank, weight in owners:
             owned[rank] += weight
-        parts: Parts = {}
-        for node in topology.walk():
-            if isinstance(node, Rank) and owned[node.rank]:
-                parts.setdefault(part_of(topology, node.rank, apart), {})[node.rank] = owned[node.rank]
+        parts = _parts_of(topology, owned, apart)
         if len(parts) < 2:
             raise ScheduleError(
                 f"a spare is in another {apart} than the owner, and all owners are in {next(iter(parts), 'none')!r}; "
