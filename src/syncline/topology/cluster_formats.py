@@ -168,10 +168,8 @@ def _listed(marked: MarkedData, location: Sequence[str | int]) -> tuple[HostPlac
     entries: list[HostPlace] = []
     for index, names in enumerate(value_at(marked, location, list, [])):
         place = (*location, index)
-        try:
-            entries += (HostPlace(name=name, line=marked.line_of(place)) for name in expand_hostlist(str(names)))
-        except TopologyError as error:
-            raise marked.error(place, str(error)) from error
+        with marked.errors_at(place):
+            entries += _hosts(str(names), marked.line_of(place))
     return tuple(entries)
 
 
@@ -262,14 +260,12 @@ def _read_yaml_switches(marked: MarkedData, location: tuple[str | int, ...], key
         place = (*location, index)
         line = marked.line_of(place)
         nodes, below = (str(value_at(marked, (*place, each), object, "")) for each in ("nodes", "children"))
-        try:
+        with marked.errors_at(place):
             entry = SwitchPlace(
                 line=line,
                 switches=expand_hostlist(below) if below else (),
                 hosts=_hosts(nodes, line) if nodes else (),
             )
-        except TopologyError as error:
-            raise marked.error(place, str(error)) from error
         name = str(value_at(marked, (*place, key), object))
         if name in switches:
             raise marked.error(place, f"{key} {name!r} is told already, in line {switches[name].line}; give it one")

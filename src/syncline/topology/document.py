@@ -306,28 +306,23 @@ class _Builder:
         return tuple(self._host(name, entry, link, location) for name in names)
 
     def _names(self, hostlist: str, location: Location) -> tuple[str, ...]:
-        try:
+        with self._marked.errors_at(location):
             return expand_hostlist(hostlist)
-        except TopologyError as error:
-            raise self._marked.error(location, str(error)) from error
 
     def _host(self, name: str, entry: _HostEntry, link: Link | None, location: Location) -> Host:
         self._claim(name, "host", (*location, "host"))
         sockets = self._sockets(name, entry, location)
         ranks = () if sockets else self._ranks(entry, location)
-        features, memory_bytes, gateway = entry.features, entry.memory, entry.gateway
-        try:
+        with self._marked.errors_at((*location, "gateway")):
             return Host(
                 name=name,
                 link=link,
                 ranks=ranks,
                 sockets=sockets,
-                features=features,
-                memory_bytes=memory_bytes,
-                gateway=gateway,
+                features=entry.features,
+                memory_bytes=entry.memory,
+                gateway=entry.gateway,
             )
-        except TopologyError as error:
-            raise self._marked.error((*location, "gateway"), str(error)) from error
 
     def _sockets(self, above: str, entry: _RanksEntry, location: Location) -> tuple[Socket, ...]:
         """Build what is inside a host or a socket of the name ``above``."""
@@ -347,10 +342,8 @@ class _Builder:
         )
 
     def _ranks(self, entry: _RanksEntry, location: Location) -> tuple[Rank, ...]:
-        try:
+        with self._marked.errors_at(location):
             check_num_ranks(self._num_ranks + entry.ranks)
-        except TopologyError as error:
-            raise self._marked.error(location, str(error)) from error
         local = [local.link() for local in entry.local or ()] or [Link.unlimited()]
         links = local * entry.ranks if len(local) == 1 else local
         return tuple(Rank(rank=self._next_rank(), link=link) for link in links)
@@ -363,10 +356,8 @@ class _Builder:
         return self._numbers[index] if index < len(self._numbers) else index
 
     def _claim(self, name: str, kind: str, location: Location, *, own_name: str | None = None) -> None:
-        try:
+        with self._marked.errors_at(location):
             check_name(name if own_name is None else own_name, kind)
-        except TopologyError as error:
-            raise self._marked.error(location, str(error)) from error
         if name in self.lines:
             message = f"{kind} {name!r} is a name given before, in line {self.lines[name]}; give each its own"
             raise self._marked.error(location, message)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 
 from syncline.errors import TopologyError
@@ -23,6 +24,7 @@ from syncline.topology.cluster_formats import (
     read_topograph,
 )
 from syncline.topology.infragraph import read_infragraph
+from syncline.topology.marked import errors_as
 from syncline.topology.tree import Host, Link, Rank, Switch, TopologyParts, check_name, check_num_ranks
 
 Reader = Callable[[str, str], Switches]
@@ -106,11 +108,9 @@ class _Builder:
         return Link.symmetric(math.inf if told is None else told)
 
     def _claim(self, name: str, line: int) -> None:
-        try:
+        with errors_as(partial(self._error, line)):
             check_name(name, "node")
             check_num_ranks(self.num_ranks)
-        except TopologyError as error:
-            raise self._error(line, str(error)) from error
         if name in self.lines:
             raise self._error(line, f"{name!r} has a place already, in line {self.lines[name]}; a topology is a tree")
         self.lines[name] = line

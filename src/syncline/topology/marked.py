@@ -6,8 +6,10 @@ given twice are refused here, before anything else looks at the data. What alias
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -46,9 +48,22 @@ class MarkedData:
                 line = place.start_mark.line
         return int(line) + 1
 
+    def errors_at(self, location: Sequence[object]) -> AbstractContextManager[None]:
+        """Let errors say that they are about the value at ``location``."""
+        return errors_as(partial(self.error, location))
+
     def error(self, location: Sequence[object], message: str) -> TopologyError:
         """Build the error that says ``message`` about the value at ``location``."""
         return TopologyError(f"{self.label} line {self.line_of(location)}: {message}")
+
+
+@contextmanager
+def errors_as(build: Callable[[str], TopologyError]) -> Iterator[None]:
+    """Let ``build`` say where it is that a name or a number is wrong."""
+    try:
+        yield
+    except TopologyError as error:
+        raise build(str(error)) from error
 
 
 def value_at(marked: MarkedData, location: Sequence[str | int], kind: type[T], default: Any = ...) -> T:
