@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,24 +59,20 @@ class Transfers:
         return len(self.step)
 
     def __iter__(self) -> Iterator[Transfer]:
-        columns = (self.step, self.src, self.dst, self.first, self.last, self.add)
-        return map(Transfer._make, zip(*(column.tolist() for column in columns), strict=True))
+        return map(Transfer._make, zip(*(getattr(self, name).tolist() for name in Transfer._fields), strict=True))
 
     @classmethod
     def of(cls, rows: Sequence[Transfer]) -> Transfers:
         """Build from rows; they are put in order of their steps."""
         columns: Any = np.array(rows, dtype=np.int64).reshape(-1, 6).T
-        return cls(
-            step=columns[0], src=columns[1], dst=columns[2], first=columns[3], last=columns[4], add=columns[5] != 0
-        ).in_order()
+        return cls(**dict(zip(Transfer._fields, columns, strict=True))).in_order()
 
     @classmethod
     def concatenate(cls, parts: Sequence[Transfers]) -> Transfers:
         """Put several one behind the other."""
         if not parts:
             return cls.of(())
-        names = [column.name for column in fields(cls)]
-        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in Transfer._fields})
 
     def take(self, rows: npt.NDArray[Any]) -> Transfers:
         """Return the rows that an index array or a mask picks."""
@@ -90,8 +86,7 @@ class Transfers:
 
     def shifted(self, num_steps: int) -> Transfers:
         """Return the same rows, ``num_steps`` later."""
-        columns = {column.name: getattr(self, column.name) for column in fields(self)}
-        return Transfers(**{**columns, "step": self.step + np.int32(num_steps)})
+        return replace(self, step=self.step + np.int32(num_steps))
 
     def reversed(self) -> Transfers:
         """Return the same moves backwards in time: receivers send and senders overwrite. Gathers what was scattered."""
