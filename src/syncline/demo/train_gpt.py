@@ -48,8 +48,6 @@ UPDATES: Mapping[Update, Callable[[], UpdateRule]] = {
     Update.CLUSTERED: syncline.Clustered,
     Update.LOCAL_STEPS: syncline.LocalSteps,
 }
-NUM_STEPS_BEFORE_FORECAST = 20
-SLOW_S = 240.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +129,6 @@ class Pace:
         self._training = training
         self._began_s = time.monotonic()
         self._waited_before_s = self._waited_s()
-        self._has_forecast = False
 
     def moment(self) -> Moment:
         """Put the figures for the display together."""
@@ -144,18 +141,6 @@ class Pace:
             waiting=min(1.0, (self._waited_s() - self._waited_before_s) / elapsed_s),
             update=training.optimizer.progress(),
         )
-
-    def warn_once(self) -> str:
-        """Say how long it will take, once that is known, and if it is long."""
-        num_done = self._training.step - self.first_step
-        if self._has_forecast or num_done < NUM_STEPS_BEFORE_FORECAST:
-            return ""
-        self._has_forecast = True
-        left = self._training.options.num_steps - self._training.step
-        left_s = (time.monotonic() - self._began_s) / num_done * left
-        if left_s < SLOW_S:
-            return ""
-        return f"this machine is slow or busy: {left_s / 60:.0f} minutes to go; Ctrl-C keeps what is learnt by then"
 
     def _waited_s(self) -> float:
         return sum(self._training.fleet.statistics().waited_s.values())
@@ -173,8 +158,6 @@ def train(training: Training, wish: StopWish, display: Display) -> None:
                 continue
             must_stop = report(training, loss, wish)
             display.show(pace.moment())
-            if warning := pace.warn_once():
-                display.note(warning)
             if must_stop:
                 return
             if training.step % SAVE_EVERY == 0 and not is_last:
