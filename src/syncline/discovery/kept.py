@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from syncline.errors import TopologyError
-from syncline.topology import Host, Switch, Topology
+from syncline.topology import Host, Topology
+from syncline.topology.tree import changed
 
 
 def discovery_folder(variables: Mapping[str, str]) -> Path | None:
@@ -54,12 +55,7 @@ def recall(folder: Path, flat: Topology) -> Topology | None:
     hosts = {host.name: host for host in flat.hosts}
     if {host.name for host in known.hosts} != set(hosts):
         return None
-    root = _with_hosts(known.root, hosts)
-    assert isinstance(root, Switch), "several hosts"
+    root = changed(
+        known.root, lambda node: replace(hosts[node.name], link=node.link) if isinstance(node, Host) else node
+    )
     return Topology(name=known.name, root=root, source=str(path))
-
-
-def _with_hosts(node: Switch | Host, hosts: Mapping[str, Host]) -> Switch | Host:
-    if isinstance(node, Host):
-        return replace(hosts[node.name], link=node.link)
-    return replace(node, children=tuple(_with_hosts(child, hosts) for child in node.children))

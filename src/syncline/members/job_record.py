@@ -11,7 +11,7 @@ from typing import Any
 from syncline.errors import TopologyError, name_ranks
 from syncline.topology import Topology
 from syncline.topology.host_matching import plain_name, same_host
-from syncline.topology.tree import Host, Link, Node, Rank, Switch, with_children
+from syncline.topology.tree import Host, Link, Rank, Switch, changed, with_children
 
 Address = tuple[str, int]
 Flags = tuple[int, int]
@@ -256,8 +256,9 @@ def _with_rank(known: Topology, host: Host) -> Topology:
     last = host.ranks[-1]
     parent = known.parent_of(last.name)
     assert parent is not None, "a rank is below its host"
-    larger = _with_child(known.root, parent.name, replace(last, rank=known.num_ranks))
-    return _topology(known, larger)
+    new = replace(last, rank=known.num_ranks)
+    larger = changed(known.root, lambda node: with_children(node, (*node.children, new)) if node is parent else node)
+    return replace(known, root=larger)
 
 
 def _with_host(known: Topology, name: str) -> Topology:
@@ -268,9 +269,9 @@ def _with_host(known: Topology, name: str) -> Topology:
     if isinstance(root, Host):
         old = replace(root, link=Link.unlimited())
         hosts = (old, Host(name=own, link=Link.unlimited(), ranks=(rank,)))
-        return _topology(known, Switch(name=_free_name("switch-", {*names, own}), link=None, children=hosts))
+        return replace(known, root=Switch(name=_free_name("switch-", {*names, own}), link=None, children=hosts))
     host = Host(name=own, link=_slowest([child.link for child in root.children if child.link]), ranks=(rank,))
-    return _topology(known, replace(root, children=(*root.children, host)))
+    return replace(known, root=replace(root, children=(*root.children, host)))
 
 
 def _slowest(links: Sequence[Link]) -> Link:
@@ -283,18 +284,3 @@ def _slowest(links: Sequence[Link]) -> Link:
 
 def _free_name(stem: str, names: Collection[str]) -> str:
     return next(name for number in count() if (name := f"{stem}{number}") not in names)
-
-
-def _with_child(node: Node, name: str, child: Rank) -> Node:
-    """Return the tree below ``node`` with one more rank, the last of those below the node of that name."""
-    if isinstance(node, Rank):
-        return node
-    children = tuple(_with_child(below, name, child) for below in node.children)
-    if node.name == name:
-        children = (*children, child)
-    return with_children(node, children)
-
-
-def _topology(known: Topology, root: Node) -> Topology:
-    assert isinstance(root, Switch | Host), "the root stays what it was, or is a new switch"
-    return Topology(name=known.name, root=root, source=known.source, priorities=known.priorities)

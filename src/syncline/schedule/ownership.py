@@ -29,8 +29,8 @@ import numpy as np
 from syncline.errors import ScheduleError
 from syncline.schedule.draft import Collective
 from syncline.schedule.transfers import IntArray, Transfers
-from syncline.topology import Gateway, Host, Node, Switch, Topology
-from syncline.topology.tree import ranks_below
+from syncline.topology import Gateway, Host, Node, Topology
+from syncline.topology.tree import changed, ranks_below
 
 Target = Literal["balanced", "rank_order"]
 Fractions = Mapping[str, Sequence[int]]
@@ -244,9 +244,7 @@ def with_gateway(topology: Topology, gateway: Gateway, *, of: Collection[str]) -
     mappingproxy({1: 0})
     """
 
-    def decide(node: Switch | Host) -> Switch | Host:
-        if isinstance(node, Host):
-            return replace(node, gateway=gateway) if node.gateway in of else node
-        return replace(node, children=tuple(decide(child) for child in node.children))
+    def decide(node: Node) -> Node:
+        return replace(node, gateway=gateway) if isinstance(node, Host) and node.gateway in of else node
 
-    return replace(topology, root=decide(topology.root))
+    return replace(topology, root=changed(topology.root, decide))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, NamedTuple, TypedDict
 
@@ -278,14 +278,18 @@ def with_children(node: Switch | Host | Socket, children: tuple[Node, ...]) -> N
     return replace(node, children=children)  # type: ignore[arg-type]
 
 
-def relinked(root: Switch | Host, links: Mapping[str, Link]) -> Switch | Host:
-    """Return the tree with other links above the switches, hosts and sockets of these names."""
+def changed(root: Switch | Host, change: Callable[[Switch | Host | Socket], Node]) -> Switch | Host:
+    """Return the tree with what ``change`` makes of each switch, host and socket, from the root down."""
 
     def build(node: Node) -> Node:
         if isinstance(node, Rank):
             return node
-        if node.name in links:
-            node = replace(node, link=links[node.name])
-        return with_children(node, tuple(map(build, node.children)))
+        node = change(node)
+        return with_children(node, tuple(map(build, node.children)))  # type: ignore[arg-type]
 
     return build(root)  # type: ignore[return-value]
+
+
+def relinked(root: Switch | Host, links: Mapping[str, Link]) -> Switch | Host:
+    """Return the tree with other links above the switches, hosts and sockets of these names."""
+    return changed(root, lambda node: replace(node, link=links[node.name]) if node.name in links else node)
