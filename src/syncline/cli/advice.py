@@ -22,7 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from syncline.cli.plan import compare_planners
@@ -472,6 +472,14 @@ class Advice:
     def _narrowest(self, host: Host) -> float:
         links = [node.link for node in self.topology.path(host.ranks[0].rank) if node.link]
         return min(min(link.up_bytes_per_s, link.down_bytes_per_s) for link in links)
+
+
+@cache
+def measure_coding() -> Mapping[int, float]:
+    """Return what codes of each number of bits cost on this machine, in seconds for a byte."""
+    from syncline.tensors.codec import Codec
+
+    return {bits: Codec(bits).measure_s_per_byte() for bits in (8, 4)}
 
 
 def _best(rows: tuple[RuleStep, ...]) -> RuleStep:

@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from syncline.cli.advice import Advice
+from syncline.cli.advice import Advice, measure_coding
 from syncline.cli.commands import new_app, spread
 from syncline.cli.plan import answer
 from syncline.cli.processors import Processors
@@ -135,7 +135,7 @@ def _measure(network: Topology, model: str, compute_s: float | None) -> Advice:
         topology=network,
         num_bytes=profile.num_bytes,
         forward_s=_stretched(profile.forward_s, compute_s),
-        coding_s_per_byte=_coding_s(),
+        coding_s_per_byte=measure_coding(),
         processors=_processors(profile.num_busy_cores),
         stages=profile.stages,
     )
@@ -149,7 +149,7 @@ def _take(trace: Path, network: Topology | None, compute_s: float | None) -> tup
         topology=_check(network or job.topology),
         num_bytes=traced.num_bytes,
         forward_s=_stretched(traced.forward_s, compute_s),
-        coding_s_per_byte=_coding_s(),
+        coding_s_per_byte=measure_coding(),
         processors=replace(_processors(1.0), computing=0.0),
     )
     return advice, traced
@@ -159,12 +159,6 @@ def _stretched(forward_s: tuple[float, ...], compute_s: float | None) -> tuple[f
     """Return the parts of a forward pass for a step that computes for ``compute_s``, if that is given."""
     part = 1.0 if compute_s is None else compute_s / (1 + BACKWARD_PER_FORWARD) / sum(forward_s)
     return tuple(part * seconds for seconds in forward_s)
-
-
-def _coding_s() -> dict[int, float]:
-    from syncline.tensors.codec import Codec
-
-    return {bits: Codec(bits).measure_s_per_byte() for bits in (8, 4)}
 
 
 def _processors(num_busy_cores: float) -> Processors:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 
@@ -26,12 +26,12 @@ from syncline.bench.convergence import (
     add_training,
     load_trainings,
 )
-from syncline.cli.advice import Advice, RuleStep
+from syncline.cli.advice import Advice, RuleStep, measure_coding
 from syncline.cli.plan import PlannerResult, compare_planners
 from syncline.priorities.forward_timing import BACKWARD_PER_FORWARD
 from syncline.schedule import Collective, CostModel
 from syncline.schedule.period import shortest_period
-from syncline.topology import DirectedLink, Node, Topology
+from syncline.topology import DirectedLink, Topology
 
 MORE_STEPS = 2.5
 """So many times synchronous training's steps others may make, to its loss."""
@@ -217,16 +217,13 @@ class StepPredictor:
 
     def _phases(self, link_s: dict[str, float]) -> dict[tuple[int, str], float]:
         """Return the longest time of a link of each level and direction: what waits for each other."""
-        depth = {node.name: level for level, node in self._levels()}
+        paths = map(self.topology.path, range(self.topology.num_ranks))
+        depth = {node.name: level for path in paths for level, node in enumerate(reversed(path))}
         phases: dict[tuple[int, str], float] = {}
         for name, seconds in link_s.items():
             phase = depth[self._links[name].child], self._links[name].direction
             phases[phase] = max(phases.get(phase, 0.0), seconds)
         return phases
-
-    def _levels(self) -> Iterator[tuple[int, Node]]:
-        for rank in range(self.topology.num_ranks):
-            yield from enumerate(reversed(self.topology.path(rank)))
 
     @cached_property
     def _advised(self) -> dict[str, RuleStep]:
@@ -246,12 +243,5 @@ class StepPredictor:
             topology=self.topology,
             num_bytes=(self.num_bytes,),
             forward_s=(self.compute_s / (1 + BACKWARD_PER_FORWARD),),
-            coding_s_per_byte={bits: _coding_s(bits) for bits in (8, 4)},
+            coding_s_per_byte=measure_coding(),
         )
-
-
-@cache
-def _coding_s(bits: int) -> float:
-    from syncline.tensors.codec import Codec
-
-    return Codec(bits).measure_s_per_byte()
