@@ -34,7 +34,18 @@ from syncline.errors import ConfigurationError, TopologyError, UnitError
 from syncline.priorities.settings import Priorities
 from syncline.topology.host_matching import expand_hostlist
 from syncline.topology.marked import MarkedData, read_marked
-from syncline.topology.tree import Gateway, Host, Link, Rank, Socket, Switch, TopologyParts, check_name, check_num_ranks
+from syncline.topology.tree import (
+    Gateway,
+    Host,
+    Link,
+    Rank,
+    Socket,
+    Switch,
+    TopologyParts,
+    check_name,
+    check_num_ranks,
+    restricted,
+)
 from syncline.units import parse_duration, parse_rate, parse_share, parse_size
 
 _SHIPPED = Path(__file__).with_name("shipped")
@@ -278,8 +289,12 @@ class _Builder:
             if len(hosts) > 1:
                 raise self._marked.error(("host",), "the root is one host; put several under a switch")
             root = hosts[0]
-        self._check_numbers()
-        return root
+        if self._numbers is None:
+            return root
+        if sorted(self._numbers) != list(range(self._num_ranks)):
+            last = self._num_ranks - 1
+            raise self._marked.error(("rank_numbers",), f"'rank_numbers' must list each of 0 to {last} once")
+        return restricted(root, dict(enumerate(self._numbers)))  # type: ignore[return-value]
 
     def _child(self, entry: _SwitchEntry | _HostEntry, location: Location) -> tuple[Switch | Host, ...]:
         link = self._link(entry, location)
@@ -346,14 +361,9 @@ class _Builder:
             check_num_ranks(self._num_ranks + entry.ranks)
         local = [local.link() for local in entry.local or ()] or [Link.unlimited()]
         links = local * entry.ranks if len(local) == 1 else local
-        return tuple(Rank(rank=self._next_rank(), link=link) for link in links)
-
-    def _next_rank(self) -> int:
-        index = self._num_ranks
-        self._num_ranks += 1
-        if self._numbers is None:
-            return index
-        return self._numbers[index] if index < len(self._numbers) else index
+        first = self._num_ranks
+        self._num_ranks += len(links)
+        return tuple(Rank(rank=rank, link=link) for rank, link in enumerate(links, first))
 
     def _claim(self, name: str, kind: str, location: Location, *, own_name: str | None = None) -> None:
         with self._marked.errors_at(location):
@@ -362,11 +372,6 @@ class _Builder:
             message = f"{kind} {name!r} is a name given before, in line {self.lines[name]}; give each its own"
             raise self._marked.error(location, message)
         self.lines[name] = self._marked.line_of(location)
-
-    def _check_numbers(self) -> None:
-        if self._numbers is not None and sorted(self._numbers) != list(range(self._num_ranks)):
-            last = self._num_ranks - 1
-            raise self._marked.error(("rank_numbers",), f"'rank_numbers' must list each of 0 to {last} once")
 
 
 def _describe_all(error: ValidationError, marked: MarkedData) -> list[str]:

@@ -15,7 +15,7 @@ from syncline.arguments import check_fields, checked
 from syncline.errors import TopologyError
 from syncline.priorities.settings import Priorities
 from syncline.topology.host_matching import UNKNOWN_NETWORK, flat_root, match_ranks
-from syncline.topology.tree import DirectedLink, Host, Link, Node, Rank, Switch, walk, with_children
+from syncline.topology.tree import DirectedLink, Host, Link, Node, Rank, Switch, restricted, walk
 from syncline.units import counted
 
 
@@ -326,9 +326,9 @@ class Topology:
             self._check_rank(rank)
         if not ranks or len(set(ranks)) != len(ranks):
             raise TopologyError(f"{self._label()}: a part of it names each of its ranks once, not {list(ranks)!r}")
-        root = _restrict(self.root, {old: new for new, old in enumerate(ranks)})
+        root = restricted(self.root, {old: new for new, old in enumerate(ranks)})
         assert isinstance(root, Switch | Host), "the root is above every rank"
-        return Topology(name=self.name, root=root, source=self.source, priorities=self.priorities)
+        return replace(self, root=root)
 
     @checked
     def check_world_size(self, world_size: int) -> None:
@@ -385,18 +385,6 @@ def _build_index(root: Switch | Host, label: str) -> _Index:
         paths=tuple(paths[rank] for rank in range(len(paths))),
         gateways=dict(sorted(_behind_gateways(hosts))),
     )
-
-
-def _restrict(node: Node, number: Mapping[int, int]) -> Node | None:
-    """Return what is left of a node; None if nothing is."""
-    if isinstance(node, Rank):
-        return replace(node, rank=number[node.rank]) if node.rank in number else None
-    children = tuple(child for old in node.children if (child := _restrict(old, number)) is not None)
-    if not children:
-        return None
-    if isinstance(node, Host) and node.gateway == "helper" and node.ranks[0].rank not in number:
-        node = replace(node, gateway="one")  # who is first now has data
-    return with_children(node, children)
 
 
 def _behind_gateways(hosts: Sequence[Host]) -> Iterator[tuple[int, int]]:

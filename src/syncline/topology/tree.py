@@ -293,3 +293,15 @@ def changed(root: Switch | Host, change: Callable[[Switch | Host | Socket], Node
 def relinked(root: Switch | Host, links: Mapping[str, Link]) -> Switch | Host:
     """Return the tree with other links above the switches, hosts and sockets of these names."""
     return changed(root, lambda node: replace(node, link=links[node.name]) if node.name in links else node)
+
+
+def restricted(node: Node, number: Mapping[int, int]) -> Node | None:
+    """Return a node with the ranks that have a new number alone; None if it has none."""
+    if isinstance(node, Rank):
+        return replace(node, rank=number[node.rank]) if node.rank in number else None
+    children = tuple(child for old in node.children if (child := restricted(old, number)) is not None)
+    if not children:
+        return None
+    if isinstance(node, Host) and node.gateway == "helper" and node.ranks[0].rank not in number:
+        node = replace(node, gateway="one")  # who is first now has data
+    return with_children(node, children)
