@@ -21,7 +21,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,12 @@ def create_record(
 
 def all_records(records: Path = RECORDS) -> tuple[LabRecord, ...]:
     """Return the records of all labs on this machine, the oldest first."""
-    return tuple(_readable(records))
+    found = []
+    folders = records.iterdir() if records.is_dir() else ()
+    for folder in sorted(folders, key=lambda path: path.stat().st_mtime):
+        with contextlib.suppress(OSError, ValueError):  # it is being written, or removed
+            found.append(TypeAdapter(LabRecord).validate_json((folder / _RECORD).read_bytes()))
+    return tuple(found)
 
 
 def find_record(lab_id: str | None, records: Path = RECORDS) -> LabRecord:
@@ -133,16 +138,6 @@ def remove_incomplete_records(records: Path = RECORDS) -> None:
         is_old = time.time() - folder.stat().st_mtime > _WRITING_S
         if is_old and not (folder / _RECORD).exists():
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _readable(records: Path) -> Iterator[LabRecord]:
-    if not records.is_dir():
-        return
-    for folder in sorted(records.iterdir(), key=lambda path: path.stat().st_mtime):
-        try:
-            yield TypeAdapter(LabRecord).validate_json((folder / _RECORD).read_bytes())
-        except (OSError, ValueError):
-            continue  # it is being written, or removed
 
 
 def _started_at(process_id: int) -> float | None:
