@@ -58,11 +58,6 @@ class Flow:
     outside: tuple[float, ...]
     detours: Mapping[tuple[int, int], float]
 
-    @classmethod
-    def that_takes(cls, seconds: float) -> Flow:
-        """Return a flow of which nothing is known but its time."""
-        return cls(seconds=seconds, sibling=(), outside=(), detours={})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFlow:
@@ -107,7 +102,8 @@ def solve_step_flow(
     if is_at_once:
         fastest = [bound_of(trees[0], Collective.ALL_REDUCE), 0.0]
     if is_bound and sum(1 for _ in trees[0].walk()) > _MOST_NODES_OF_BOUND:
-        return StepFlow(shares=(), halves=tuple(Flow.that_takes(seconds) for seconds in fastest))
+        times = [Flow(seconds=seconds, sibling=(), outside=(), detours={}) for seconds in fastest]
+        return StepFlow(shares=(), halves=tuple(times))
     unit = sum(fastest) or 1 / min((rate for rate in _rates(trees[0]) if rate < math.inf), default=1.0)
     layout = _Columns(tuple(trees[0].walk()), len(halves), follows=not is_bound)
     program = _Program(num_columns=layout.num_columns)

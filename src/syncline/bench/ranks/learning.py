@@ -56,9 +56,9 @@ def _drawn(seed: int, step: int, rank: int, num_choices: int, count: int) -> Ten
 _corpus = functools.cache(gpt.load_corpus)
 
 
-def gpt_task(rank: int, num_ranks: int, seed: int, *, width: int = 96, num_layers: int = 3) -> LearningTask:
+def gpt_task(rank: int, num_ranks: int, seed: int) -> LearningTask:
     """Predict the next byte of Python's library, of which each rank reads a part: 0.36 M parameters, Adam."""
-    shape = gpt.GPTShape(width=width, num_layers=num_layers, num_heads=4, context_length=48)
+    shape = gpt.GPTShape(width=96, num_layers=3, num_heads=4, context_length=48)
     text = _corpus()
     own = text.training.tensor_split(num_ranks)[rank]
     torch.manual_seed(seed)
