@@ -11,7 +11,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from statistics import fmean, median
 from typing import TypeVar
@@ -85,22 +86,98 @@ class LinkShare:
     """The same, from the first step to the last."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Explanation:
     """What a trace tells of a job's steps."""
 
     job: JobTrace
-    steps: tuple[StepPath, ...] = ()
-    parts_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of a step's critical path by kind, means."""
-    lacked_s: float = 0.0
-    """Of these, without a processor: the kernel's count for the ranks on the path, spread evenly over their time."""
-    own_s: Mapping[int, float] = field(default_factory=dict)
-    """Seconds of each rank's own in a step, without waits, means."""
-    gains: tuple[Gain, ...] = ()
-    links: tuple[LinkShare, ...] = ()
-    """The busiest first; those within a machine are left out."""
-    failures: tuple[str, ...] = ()
+    steps: tuple[StepPath, ...]
+
+    @cached_property
+    def parts_s(self) -> Mapping[str, float]:
+        """Seconds of a step's critical path by kind, means."""
+        parts_s: defaultdict[str, float] = defaultdict(float)
+        for step in self.steps:
+            for part in step.parts:
+                parts_s[part.kind] += part.seconds / len(self.steps)
+        return parts_s
+
+    @cached_property
+    def own_s(self) -> Mapping[int, float]:
+        """Seconds of each rank's own in a step, without waits, means."""
+        start_s, end_s = self.steps[0].start_s, self.steps[-1].end_s
+        own_s = {}
+        for one in self.job.ranks:
+            waited_s = sum(span.overlap_s(start_s, end_s) for span in one.between("wait", start_s, end_s))
+            own_s[one.rank] = (end_s - start_s - waited_s) / len(self.steps)
+        return own_s
+
+    @cached_property
+    def lacked_s(self) -> float:
+        """Of them without a processor: the kernel's count for ranks on the path, spread evenly over their time."""
+        start_s, end_s = self.steps[0].start_s, self.steps[-1].end_s
+        name, lacked_s = "seconds without a processor", 0.0
+        for one in self.job.ranks:
+            before, after = (one.values_at(name, time_s).get("value", 0.0) for time_s in (start_s, end_s))
+            lacked_s += self._on_path_s(one.rank) * min(1.0, (after - before) / (end_s - start_s))
+        return lacked_s
+
+    def _on_path_s(self, rank: int) -> float:
+        """Return how much of a step's critical path is a rank's own, the mean."""
+        parts = (part for step in self.steps for part in step.parts if part.rank == rank)
+        return sum(part.seconds for part in parts if part.kind not in (NETWORK, UNKNOWN)) / len(self.steps)
+
+    @cached_property
+    def gains(self) -> tuple[Gain, ...]:
+        """What single changes would give, the most first."""
+        found = [
+            Gain(
+                change="if the network took no time (half of that with links twice as fast)",
+                seconds=self.parts_s.get(NETWORK, 0.0),
+            ),
+            Gain(change="if the ranks had processors of their own", seconds=self.lacked_s),
+            Gain(
+                change="if nothing was done outside of forward, backward and step",
+                seconds=self.parts_s.get(ELSEWHERE, 0.0),
+            ),
+        ]
+        if len(self.own_s) > 1:
+            slow = max(self.own_s, key=self.own_s.__getitem__)
+            usual_s = median(seconds for rank, seconds in self.own_s.items() if rank != slow)
+            name = next(one.name for one in self.job.ranks if one.rank == slow)
+            pace = f"{format_duration(self.own_s[slow])} of its own, they {format_duration(usual_s)}"
+            change = f"if {name} were as quick as the others ({pace})"
+            found.append(Gain(change=change, seconds=min(self.own_s[slow] - usual_s, self._on_path_s(slow))))
+        kept = [gain for gain in found if gain.seconds >= LEAST_PART * self.step_s]
+        return tuple(sorted(kept, key=lambda gain: -gain.seconds))
+
+    @cached_property
+    def links(self) -> tuple[LinkShare, ...]:
+        """The busiest first; those within a machine are left out."""
+        job = self.job
+        if job.topology is None:
+            return ()
+        start_s, end_s = self.steps[0].start_s, self.steps[-1].end_s
+        times_s = [start_s + (end_s - start_s) * k / NUM_BINS for k in range(NUM_BINS + 1)]
+        bins = [job.link_bytes(*pair) for pair in pairwise(times_s)]
+        names, found = {name for name, _ in job.topology.links()}, []
+        for link, num_bytes in job.link_bytes(start_s, end_s).items():
+            if link.child not in names or {" ", "/"} & set(link.child):
+                continue
+            rate = job.topology.bytes_per_s(link)
+            is_known = rate != float("inf")
+            over_time = tuple(
+                each.get(link, 0.0) / (rate if is_known else 1.0) * NUM_BINS / (end_s - start_s) for each in bins
+            )
+            use = num_bytes / rate / (end_s - start_s) if is_known else None
+            found.append(LinkShare(link=link, num_bytes=num_bytes, use=use, over_time=over_time))
+        return tuple(sorted(found, key=lambda share: (-(share.use or 0.0), -share.num_bytes)))
+
+    @cached_property
+    def failures(self) -> tuple[str, ...]:
+        """What ranks said when they failed."""
+        spans = [(one, span) for one in self.job.ranks for span in one.instants if span.name.startswith("failed: ")]
+        return tuple(f"{one.name}: {span.args.get('text') or span.name}" for one, span in spans)
 
     @property
     def step_s(self) -> float:
@@ -162,25 +239,7 @@ def explain(job: JobTrace) -> Explanation:
         for (number, end_s), start_s in zip(ends_s, starts_s, strict=True)
         if end_s > start_s
     ]
-    kept, failures = tuple(steady(steps)), tuple(_failures(job))
-    if not kept:
-        return Explanation(job=job, failures=failures)
-    parts_s: defaultdict[str, float] = defaultdict(float)
-    for step in kept:
-        for part in step.parts:
-            parts_s[part.kind] += part.seconds / len(kept)
-    own_s = _own_s(job, kept)
-    lacked_s = _lacked_s(job, kept)
-    return Explanation(
-        job=job,
-        steps=kept,
-        parts_s=parts_s,
-        lacked_s=lacked_s,
-        own_s=own_s,
-        gains=_gains(job, kept, parts_s, own_s, lacked_s),
-        links=_links(job, kept),
-        failures=failures,
-    )
+    return Explanation(job=job, steps=tuple(steady(steps)))
 
 
 def steady(steps: Sequence[T]) -> Sequence[T]:
@@ -259,77 +318,3 @@ class PathFinder:
                 yield Part(rank=one.rank, kind=span.name, name=span.name, start_s=start_s, end_s=at_s)
         if end_s > at_s:
             yield Part(rank=one.rank, kind=ELSEWHERE, name=ELSEWHERE, start_s=at_s, end_s=end_s)
-
-
-def _own_s(job: JobTrace, steps: Sequence[StepPath]) -> dict[int, float]:
-    start_s, end_s = steps[0].start_s, steps[-1].end_s
-    own_s = {}
-    for one in job.ranks:
-        waited_s = sum(span.overlap_s(start_s, end_s) for span in one.between("wait", start_s, end_s))
-        own_s[one.rank] = (end_s - start_s - waited_s) / len(steps)
-    return own_s
-
-
-def _lacked_s(job: JobTrace, steps: Sequence[StepPath]) -> float:
-    start_s, end_s = steps[0].start_s, steps[-1].end_s
-    name, lacked_s = "seconds without a processor", 0.0
-    for one in job.ranks:
-        before, after = (one.values_at(name, time_s).get("value", 0.0) for time_s in (start_s, end_s))
-        own_s = sum(part.seconds for step in steps for part in step.parts if _is_own(part, one.rank))
-        lacked_s += own_s * min(1.0, (after - before) / (end_s - start_s))
-    return lacked_s / len(steps)
-
-
-def _is_own(part: Part, rank: int) -> bool:
-    return part.rank == rank and part.kind not in (NETWORK, UNKNOWN)
-
-
-def _gains(
-    job: JobTrace, steps: Sequence[StepPath], parts_s: Mapping[str, float], own_s: Mapping[int, float], lacked_s: float
-) -> tuple[Gain, ...]:
-    step_s = fmean(step.seconds for step in steps)
-    found = [
-        Gain(
-            change="if the network took no time (half of that with links twice as fast)",
-            seconds=parts_s.get(NETWORK, 0.0),
-        ),
-        Gain(change="if the ranks had processors of their own", seconds=lacked_s),
-        Gain(change="if nothing was done outside of forward, backward and step", seconds=parts_s.get(ELSEWHERE, 0.0)),
-    ]
-    if len(own_s) > 1:
-        slow = max(own_s, key=lambda rank: own_s[rank])
-        usual_s = median(seconds for rank, seconds in own_s.items() if rank != slow)
-        on_path_s = sum(part.seconds for step in steps for part in step.parts if _is_own(part, slow)) / len(steps)
-        name = next(one.name for one in job.ranks if one.rank == slow)
-        pace = f"{format_duration(own_s[slow])} of its own, they {format_duration(usual_s)}"
-        change = f"if {name} were as quick as the others ({pace})"
-        found.append(Gain(change=change, seconds=min(own_s[slow] - usual_s, on_path_s)))
-    kept = [gain for gain in found if gain.seconds >= LEAST_PART * step_s]
-    return tuple(sorted(kept, key=lambda gain: -gain.seconds))
-
-
-def _links(job: JobTrace, steps: Sequence[StepPath]) -> tuple[LinkShare, ...]:
-    if job.topology is None:
-        return ()
-    start_s, end_s = steps[0].start_s, steps[-1].end_s
-    times_s = [start_s + (end_s - start_s) * k / NUM_BINS for k in range(NUM_BINS + 1)]
-    bins = [job.link_bytes(*pair) for pair in pairwise(times_s)]
-    names, found = {name for name, _ in job.topology.links()}, []
-    for link, num_bytes in job.link_bytes(start_s, end_s).items():
-        if link.child not in names or {" ", "/"} & set(link.child):
-            continue
-        rate = job.topology.bytes_per_s(link)
-        is_known = rate != float("inf")
-        over_time = tuple(
-            each.get(link, 0.0) / (rate if is_known else 1.0) * NUM_BINS / (end_s - start_s) for each in bins
-        )
-        use = num_bytes / rate / (end_s - start_s) if is_known else None
-        found.append(LinkShare(link=link, num_bytes=num_bytes, use=use, over_time=over_time))
-    return tuple(sorted(found, key=lambda share: (-(share.use or 0.0), -share.num_bytes)))
-
-
-def _failures(job: JobTrace) -> Iterator[str]:
-    for one in job.ranks:
-        for span in one.instants:
-            if span.name.startswith("failed: "):
-                yield f"{one.name}: {span.args.get('text') or span.name}"
