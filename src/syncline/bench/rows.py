@@ -104,7 +104,7 @@ def group_rows(rows: Iterable[Row]) -> tuple[Group, ...]:
     found: dict[str, list[Row]] = {}
     for row in rows:
         where = f"{row.topology}: " if row.topology else ""
-        title = f"{where}{row.subject}, {_size_in_words(row.size_bytes)}, ranks in {_order_in_words(row.order)}"
+        title = f"{where}{row.subject}, {_size_in_words(row.size_bytes)}, ranks in {row.order} order"
         found.setdefault(title, []).append(row)
     return tuple(Group(title=title, rows=tuple(members)) for title, members in found.items())
 
@@ -126,10 +126,6 @@ def _size_in_words(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.4g} MB" if num_bytes % (1 << 18) else f"{num_bytes / (1 << 20):.4g} MiB"
 
 
-def _order_in_words(order: Order) -> str:
-    return "topology order" if order == "topology" else "interleaved order"
-
-
 def bench_table(group: Group) -> Table:
     """Lay out a group; times are seconds of the slowest rank. A column that says nothing of any row is left out."""
     columns = {heading: [cell(group, row) for row in group.rows] for heading, cell in _COLUMNS.items()}
@@ -140,12 +136,8 @@ def bench_table(group: Group) -> Table:
     return table
 
 
-def _seconds(value: float | None) -> str:
-    return MISSING if value is None else f"{value:.3f}"
-
-
-def _times(value: float | None) -> str:
-    return MISSING if value is None else f"{value:.2f}"
+def _figure(value: float | None, *, digits: int = 3) -> str:
+    return MISSING if value is None else f"{value:.{digits}f}"
 
 
 def _sent(row: Row) -> str:
@@ -164,14 +156,14 @@ def _busiest(row: Row) -> str:
 _COLUMNS: Mapping[str, Callable[[Group, Row], str]] = MappingProxyType(
     {
         "method": lambda _, row: f"{row.method} ({row.planner})" if row.planner else row.method,
-        "median": lambda _, row: _seconds(row.median_s),
-        "min": lambda _, row: _seconds(row.least_s),
-        "max": lambda _, row: _seconds(row.most_s),
-        "x Syncline": lambda group, row: _times(group.ratio(row)),
-        "bound": lambda _, row: _seconds(row.bound_s or None),
-        "x bound": lambda _, row: _times(row.times_bound),
-        "predicted": lambda _, row: _seconds(row.predicted_s),
-        "compute": lambda _, row: _seconds(row.compute_s),
+        "median": lambda _, row: _figure(row.median_s),
+        "min": lambda _, row: _figure(row.least_s),
+        "max": lambda _, row: _figure(row.most_s),
+        "x Syncline": lambda group, row: _figure(group.ratio(row), digits=2),
+        "bound": lambda _, row: _figure(row.bound_s or None),
+        "x bound": lambda _, row: _figure(row.times_bound, digits=2),
+        "predicted": lambda _, row: _figure(row.predicted_s),
+        "compute": lambda _, row: _figure(row.compute_s),
         "all send": lambda _, row: _sent(row),
         "busiest link": lambda _, row: _busiest(row),
     }

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from syncline.cli.advice import Advice, measure_coding
-from syncline.cli.commands import new_app, spread
+from syncline.cli.commands import new_app, parse_compute, spread
 from syncline.cli.plan import answer
 from syncline.cli.processors import Processors
 from syncline.errors import ConfigurationError
@@ -24,7 +24,7 @@ from syncline.priorities.forward_timing import BACKWARD_PER_FORWARD
 from syncline.report.job_trace import read_job_trace
 from syncline.report.step_profile import TracedSteps, read_steps
 from syncline.topology import Topology
-from syncline.units import format_duration, format_size, parse_duration
+from syncline.units import format_duration, format_size
 
 app = new_app()
 LONGEST_LINE, LINK_WIDTH = 29, 10
@@ -95,7 +95,7 @@ def advise(
     and what an emulated network takes of the same cores. In a trace the ranks computed as long as it says: what they
     lacked of cores is in that.
     """
-    compute_s = _parse_compute(compute)
+    compute_s = None if compute is None else parse_compute(compute)
     network = None if topology is None else Topology.load(topology)
     if model is not None and trace is None:
         advice, traced = _measure(_check(network), model, compute_s), None
@@ -106,13 +106,6 @@ def advise(
     advice = replace(advice, processors=replace(advice.processors, **processors))
     shown = advice.to_json(batch) | {"traced": None if traced is None else asdict(traced)}
     answer(shown, partial(show, advice, batch, traced), as_json=as_json)
-
-
-def _parse_compute(text: str | None) -> float | None:
-    seconds = None if text is None else parse_duration(text)
-    if seconds == 0:
-        raise ConfigurationError(f"--compute is what a rank computes in a step, more than 0, not {text!r}")
-    return seconds
 
 
 def _check(network: Topology | None) -> Topology:

@@ -40,14 +40,14 @@ from syncline.bench.task import (
     check_known,
     choose_peers,
 )
-from syncline.cli.commands import new_app, spread
+from syncline.cli.commands import new_app, parse_compute, spread
 from syncline.cli.lab import LabOptions
 from syncline.cli.launcher.launch import Request, launch
 from syncline.cli.launcher.scratch import shared_secret
 from syncline.errors import ConfigurationError, LaunchError
 from syncline.lab.lab import LabSettings
 from syncline.topology import Topology
-from syncline.units import parse_duration, parse_size
+from syncline.units import parse_size
 from syncline.variables import process_variables
 
 DEFAULT_SIZES = ("16 MiB", "64 MiB")
@@ -169,17 +169,6 @@ class ConvergenceSettings:
         ),
     ] = None
 
-    @property
-    def compute_s(self) -> float:
-        """What a rank computes in a step."""
-        seconds = parse_duration(self.compute)
-        if seconds <= 0:
-            raise ConfigurationError(
-                f"--compute is what a rank computes in a step, more than 0, not {self.compute!r}; write for instance "
-                "100ms"
-            )
-        return seconds
-
 
 @app.command()
 @spread(ConvergenceSettings, into="settings")
@@ -207,7 +196,7 @@ def convergence(
         networks=tuple(map(find_network, networks or (NETWORKS[:1] if quick else NETWORKS))),
         num_seeds=1 if quick else settings.seeds,
         num_steps=QUICK_STEPS if quick else settings.steps,
-        compute_s=settings.compute_s,
+        compute_s=parse_compute(settings.compute),
         path=folder / "trainings.jsonl",
     )
     topologies = [network.topology for network in plan.networks]

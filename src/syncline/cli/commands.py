@@ -9,6 +9,9 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from syncline.errors import ConfigurationError
+from syncline.units import parse_duration
+
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 
@@ -61,3 +64,13 @@ def spread(options: Callable[..., Any], *, into: str) -> Callable[[Callable[...,
         return call
 
     return decorate
+
+
+def parse_compute(text: str) -> float:
+    """Return the seconds that ``--compute`` says."""
+    seconds = parse_duration(text)
+    if seconds <= 0:
+        raise ConfigurationError(
+            f"--compute is what a rank computes in a step, more than 0, not {text!r}; write for instance 100ms"
+        )
+    return seconds

@@ -130,8 +130,8 @@ def check_cores() -> Finding:
 
 def check_socket_buffers() -> Finding:
     """Judge how far TCP's buffers may grow by themselves."""
-    sizes = [_proc_numbers(f"net/ipv4/tcp_{kind}")[-1:] for kind in ("rmem", "wmem")]
-    largest = min((size[0] for size in sizes if size), default=0)
+    sizes = [_proc_text(f"net/ipv4/tcp_{kind}").split() for kind in ("rmem", "wmem")]
+    largest = min((int(size[-1]) for size in sizes if size), default=0)
     remedy = "for fast long links: sysctl -w net.ipv4.tcp_rmem='4096 131072 16777216' (and tcp_wmem)"
     what = f"TCP grows them to {largest / (1 << 20):.1f} MiB"
     return judge("socket buffers", largest >= MIN_SOCKET_BUFFER_BYTES, what, remedy)
@@ -215,10 +215,6 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 def _proc_text(name: str) -> str:
     path = Path("/proc/sys") / name
     return path.read_text().strip() if path.exists() else ""
-
-
-def _proc_numbers(name: str) -> list[int]:
-    return [int(word) for word in _proc_text(name).split()]
 
 
 def _status_lines() -> list[str]:
