@@ -18,7 +18,7 @@ def test_only_the_verifier_makes_schedules():
     schedule = plan_tree(Topology.flat(2), Collective.ALL_REDUCE)
     claim = {field.name: getattr(schedule, field.name) for field in fields(schedule.draft)}
     with pytest.raises(ScheduleError, match=r"made by syncline.schedule.verify\(draft\) alone"):
-        Schedule(**claim, digest="", proved="", token=object())
+        Schedule(**claim, digest="", token=object())
     with pytest.raises(ValueError, match="token"):
         replace(schedule, transfers=schedule.transfers.shifted(1))
 
@@ -93,9 +93,6 @@ def test_offsets_are_floored_and_never_padded():
 def test_description_and_columns():
     schedule = plan_tree(Topology.flat(2), Collective.ALL_REDUCE)
     assert repr(schedule).startswith("<Schedule tree all_reduce of 2 ranks, 2 atoms, 4 transfers in 2 steps, ")
-    assert schedule.proved == (
-        "every rank holds the whole result: each of 2 contributions exactly once, in each of 2 atoms"
-    )
     with pytest.raises(ValueError, match="read-only"):
         schedule.transfers.src[0] = 1
     with pytest.raises(ValueError, match="read-only"):

@@ -30,8 +30,8 @@ class Schedule(Draft):
     Semantics of a step at a rank: (1) sends read the buffer as it is after all receives of earlier steps; (2) receives
     that add are added in rank order of their sources, the own value at its own place; (3) other receives overwrite.
     It is correct for any monotone map from cuts to element offsets, so also for sizes that do not divide, and for none.
-    ``proved`` says in words what the verifier established; ``digest`` is equal where drafts are, in all processes.
-    Only :func:`verify` makes one: the constructor raises :class:`ScheduleError` for all others.
+    ``digest`` is equal where drafts are, in all processes. Only :func:`verify` makes one: the constructor raises
+    :class:`ScheduleError` for all others.
 
     >>> schedule = plan_tree(Topology.load("two-racks-5-3"), Collective.ALL_REDUCE)
     >>> schedule.num_ranks, schedule.num_steps, len(schedule.transfers)
@@ -39,7 +39,6 @@ class Schedule(Draft):
     """
 
     digest: str
-    proved: str
     token: InitVar[object]
     _programs: dict[int, tuple[Phase, ...]] = field(default_factory=dict, repr=False)
 
@@ -121,9 +120,9 @@ def digest_of(draft: Draft) -> str:
     return hasher.hexdigest()
 
 
-def prove(draft: Draft, statement: str) -> Schedule:
-    """Turn a draft into a schedule. For the verifier alone, which has just proved ``statement``."""
-    return Schedule(**_columns(draft), digest=digest_of(draft), proved=statement, token=_PROOF_TOKEN)
+def prove(draft: Draft) -> Schedule:
+    """Turn a draft into a schedule. For the verifier alone, which has just proved it."""
+    return Schedule(**_columns(draft), digest=digest_of(draft), token=_PROOF_TOKEN)
 
 
 def _columns(draft: Draft) -> dict[str, Any]:
