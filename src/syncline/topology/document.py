@@ -18,6 +18,7 @@ from pathlib import Path, PurePath
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -198,21 +199,15 @@ class _PrioritiesEntry(_Entry):
     research_at: float | None = None
     measure_steps: int | None = None
 
-    @model_validator(mode="after")
-    def _check_settings(self) -> _PrioritiesEntry:
-        try:
-            self.build()
-        except ConfigurationError as error:
-            raise ValueError(str(error)) from error
-        return self
 
-    def build(self) -> Priorities:
-        """Build the settings; what is not given is as in :class:`Priorities`, ``dscp: null`` leaves marks alone."""
-        given: dict[str, Any] = {}
-        for key in self.model_fields_set:
-            value = getattr(self, key)
-            given[key] = tuple(value) if isinstance(value, list) else value
+def _priorities(entry: _PrioritiesEntry) -> Priorities:
+    """Build the settings; what is not given is as in :class:`Priorities`, ``dscp: null`` leaves marks alone."""
+    told = ((key, getattr(entry, key)) for key in entry.model_fields_set)
+    given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in told}
+    try:
         return Priorities(**given)
+    except ConfigurationError as error:
+        raise ValueError(str(error)) from error
 
 
 def _mapping_of_switch(value: object) -> object:
@@ -222,7 +217,7 @@ def _mapping_of_switch(value: object) -> object:
     return value
 
 
-_PrioritiesText = Annotated[_PrioritiesEntry, BeforeValidator(_mapping_of_switch)]
+_PrioritiesText = Annotated[_PrioritiesEntry, BeforeValidator(_mapping_of_switch), AfterValidator(_priorities)]
 
 
 class _Heading(_Entry):
@@ -266,7 +261,7 @@ def parse_document(text: str, *, source: str | None = None) -> TopologyParts:
     name = document.topology or (PurePath(source).stem if source else "topology")
     builder = _Builder(marked, document)
     root = builder.build_root(document)
-    priorities = document.priorities.build() if document.priorities is not None else None
+    priorities: Any = document.priorities  # what its entry was made into
     return TopologyParts(name=name, root=root, source=source, priorities=priorities)
 
 
