@@ -29,7 +29,7 @@ from syncline.updates.inner import check_divisible
 from syncline.updates.phased.phase_work import Loss, PhasedSetting, PhaseOptions
 from syncline.updates.phased.stage import Stage, StagePlan, ghost
 from syncline.updates.phased.stage_store import buffers_name, parameters_name
-from syncline.updates.phased.storage import Storage
+from syncline.updates.phased.storage import Folder
 from syncline.updates.phased.updating import Clipping
 from syncline.updates.phased.versions import (
     NUM_VERSIONS,
@@ -61,7 +61,7 @@ class _Built:
 class _First:
     """Where the values go that training begins with."""
 
-    storage: Storage
+    storage: Folder
     keeps_versions: bool
 
     def store(
@@ -108,7 +108,7 @@ def set_up(
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     *,
     loss: Loss,
-    storage: Storage,
+    storage: Folder,
     options: PhaseOptions,
     schedule_options: BucketScheduleOptions,
 ) -> PhasedSetting:
@@ -252,7 +252,7 @@ def _let_go(stages: Iterable[object]) -> None:
             parameter.grad = None
 
 
-def _find_manifest(storage: Storage, job: ControlStream) -> Manifest | None:
+def _find_manifest(storage: Folder, job: ControlStream) -> Manifest | None:
     """Return this rank's manifest of the last step that all ranks have stored whole; None to begin anew.
 
     Every rank calls it. Raises on all ranks :class:`ConfigurationError` if another number of ranks has stored
@@ -277,7 +277,7 @@ def _find_manifest(storage: Storage, job: ControlStream) -> Manifest | None:
     return None
 
 
-def _check_num_ranks(storage: Storage, found: Mapping[int, Manifest], job: ControlStream) -> None:
+def _check_num_ranks(storage: Folder, found: Mapping[int, Manifest], job: ControlStream) -> None:
     own = max((_num_ranks(manifest) for manifest in found.values()), default=0)
     for rank, number in enumerate(job.gather_numbers(own, "number of ranks that have stored")):
         if number not in (0, job.world_size):
@@ -289,7 +289,7 @@ def _check_num_ranks(storage: Storage, found: Mapping[int, Manifest], job: Contr
 
 
 def _begin_versions(
-    storage: Storage,
+    storage: Folder,
     job: ControlStream,
     resumed: Manifest | None,
     files: Files,
@@ -327,7 +327,7 @@ def _num_ranks(manifest: Manifest) -> int:
     return int(manifest.description.partition("\n")[0].rpartition(_OF)[2])
 
 
-def _check_job(storage: Storage, resumed: Manifest, description: str) -> None:
+def _check_job(storage: Folder, resumed: Manifest, description: str) -> None:
     pairs = zip_longest(resumed.description.split("\n"), description.split("\n"), fillvalue="nothing")
     for before, now in pairs:
         if before != now:
@@ -339,7 +339,7 @@ def _check_job(storage: Storage, resumed: Manifest, description: str) -> None:
 
 
 @torch.no_grad()
-def _restore_buffers(storage: Storage, manifest: Manifest, stages: Sequence[Stage]) -> None:
+def _restore_buffers(storage: Folder, manifest: Manifest, stages: Sequence[Stage]) -> None:
     for stage in stages:
         file, _ = manifest.files.get(buffers_name(stage.number), (None, 0))
         stored = storage.read(file)[0] if file is not None else {}

@@ -33,7 +33,7 @@ from syncline.updates.phased.driver import PairDriver, PhasedStatistics
 from syncline.updates.phased.instructions import Pass
 from syncline.updates.phased.micro_batches import MicroBatch, check_rows, plan_parts, take
 from syncline.updates.phased.phase_work import Loss, PhasedSetting, PhaseOptions
-from syncline.updates.phased.storage import Folder, Storage, TemporaryFiles
+from syncline.updates.phased.storage import Folder, TemporaryFiles
 from syncline.updates.private_torch import SCALED, let_scalers_step, note_step
 
 # Refuses ``torch.amp.GradScaler`` where a model is phased: its gradients are reduced and used as the loss made them.
@@ -109,7 +109,7 @@ def phase(
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     *,
     loss: Loss,
-    storage: str | Path | Storage | None = None,
+    storage: str | Path | Folder | None = None,
     micro_batches: Count = 1,
     stages_in_memory: Count = 2,
     input_budget_bytes: Whole | None = None,
@@ -364,7 +364,7 @@ def _check_request(fleet: Fleet) -> None:
     check_combinations(OF_PHASE, "phase()", request, tells=fleet.rank == 0, error=ConfigurationError)
 
 
-def _storage(given: str | Path | Storage | None, rank: int, *, resumes: bool) -> Storage:
+def _storage(given: str | Path | Folder | None, rank: int, *, resumes: bool) -> Folder:
     if given is None and resumes:
         raise ConfigurationError("resume=True goes on from a folder that outlives the job; name one with storage=")
     if given is None:

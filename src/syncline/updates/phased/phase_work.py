@@ -26,7 +26,7 @@ from syncline.updates.phased.instructions import Kind, Pass, Phase
 from syncline.updates.phased.kept_inputs import Message
 from syncline.updates.phased.micro_batches import MicroBatch, take
 from syncline.updates.phased.stage import BufferPool, Stage
-from syncline.updates.phased.storage import Storage
+from syncline.updates.phased.storage import Folder
 from syncline.updates.phased.updating import Clipping, Samples, StageGradients, StageUpdater
 from syncline.updates.phased.versions import Manifest
 from syncline.updates.private_torch import tree_leaves
@@ -104,7 +104,7 @@ class PhasedSetting:
     whole_parameters: bool
     loss: Loss
     clipping: Clipping | None
-    storage: Storage
+    storage: Folder
     manifest: Manifest | None
     """Of the step that training begins with, if versions are kept."""
     job: Communicator

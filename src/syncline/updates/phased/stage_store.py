@@ -16,7 +16,7 @@ from syncline.observe import Trace
 from syncline.runtime.worker_thread import WorkerThread
 from syncline.updates.bucket import BucketPlan
 from syncline.updates.phased.stage import Ledger, Stage
-from syncline.updates.phased.storage import Storage, Tensors
+from syncline.updates.phased.storage import Folder, Tensors
 from syncline.updates.phased.versions import Manifest, checksum, forget, versioned
 from syncline.updates.shard import Segment, Shard
 
@@ -116,7 +116,7 @@ class StageStore:
 
     def __init__(
         self,
-        storage: Storage,
+        storage: Folder,
         stages: Mapping[int, Stage],
         *,
         manifest: Manifest | None,

@@ -5,7 +5,7 @@ that elements go straight between a file and the memory where they are used: no 
 the disk is an error here. Any library that knows the format opens them.
 
 A file is written beside the old one and then takes its place, so whoever looks finds one of them whole. Nothing is
-forced to the disk but what :meth:`Storage.sync` names: all else survives the end of the process, and not that of the
+forced to the disk but what :meth:`Folder.sync` names: all else survives the end of the process, and not that of the
 machine. Temporary files survive neither: they have no name in the file system, so that the kernel frees them with the
 process, however it ends.
 """
@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -49,34 +49,11 @@ _LENGTH_BYTES = 8
 SUFFIX = ".safetensors"
 
 
-class Storage(Protocol):
-    """Named sets of tensors outside of memory; called from one thread at a time."""
-
-    @property
-    def place(self) -> str:
-        """Where it is, for errors."""
-
-    def write(self, name: str, tensors: Tensors, notes: Mapping[str, str]) -> int:
-        """Replace what is stored as ``name``; returns the bytes that were written. Raises :class:`StorageError`."""
-
-    def read_into(self, name: str, tensors: Tensors) -> int:
-        """Fill ``tensors`` with those that are stored as ``name``; returns the bytes that were read."""
-
-    def read(self, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Return everything that is stored as ``name``, in memory of its own, and its notes."""
-
-    def remove(self, name: str) -> None:
-        """Free what is stored as ``name``, if anything is."""
-
-    def sync(self, names: Iterable[str]) -> None:
-        """Return once what is stored as ``names`` outlives the machine's end; not if it is temporary anyway."""
-
-    def close(self) -> None:
-        """Release it; what the user did not name is removed."""
-
-
 class Folder:
-    """A folder of files, which is made if need be, and stays."""
+    """Named sets of tensors outside of memory: files of a folder, which is made if need be, and stays.
+
+    It is called from one thread at a time, and raises :class:`StorageError`.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -90,11 +67,11 @@ class Folder:
 
     @property
     def place(self) -> str:
-        """The folder."""
+        """The folder, or that of the file system which takes its files, for errors."""
         return str(self._path)
 
     def write(self, name: str, tensors: Tensors, notes: Mapping[str, str]) -> int:
-        """Write a file beside the old one, and let it take its place."""
+        """Write a file beside the old one, and let it take its place; return the bytes that were written."""
         path = self._file(name)
         beside = path.with_suffix(".new")
         try:
@@ -108,19 +85,18 @@ class Folder:
         return num_bytes
 
     def read_into(self, name: str, tensors: Tensors) -> int:
-        """Read a file into memory that is there."""
+        """Read a file into memory that is there; return the bytes that were read."""
         path = self._file(name)
-        with _read_errors(path), FileIO(path, "rb") as file:
+        with _read_errors(path), self._open(name) as file:
             return _read_file_into(file, path, tensors)
 
     def read(self, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Read a whole file."""
-        path = self._file(name)
-        with _read_errors(path), FileIO(path, "rb") as file:
+        """Read a whole file, into memory of its own, and its notes."""
+        with _read_errors(self._file(name)), self._open(name) as file:
             return _read_file(file)
 
     def remove(self, name: str) -> None:
-        """Remove a file."""
+        """Remove a file, if there is one."""
         path = self._file(name)
         with _write_errors(path, self._path, {}):
             path.unlink(missing_ok=True)
@@ -141,47 +117,32 @@ class Folder:
     def _file(self, name: str) -> Path:
         return self._path / (name + SUFFIX)
 
+    def _open(self, name: str) -> FileIO:
+        return FileIO(self._file(name), "rb")
 
-class TemporaryFiles:
+
+class TemporaryFiles(Folder):
     """Files without a name where temporary files go; each takes a file descriptor, and is gone with the process."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.gettempdir())
+        super().__init__(tempfile.gettempdir())
         self._files: dict[str, FileIO] = {}
 
     def __repr__(self) -> str:
-        return f"<TemporaryFiles: {len(self._files)} in {self._folder}>"
-
-    @property
-    def place(self) -> str:
-        """The folder of the file system that they take room of."""
-        return str(self._folder)
+        return f"<TemporaryFiles: {len(self._files)} in {self._path}>"
 
     def write(self, name: str, tensors: Tensors, notes: Mapping[str, str]) -> int:
         """Write a file that takes the place of the old one."""
-        with _write_errors(self._file(name), self._folder, tensors):
-            file = _open_nameless(self._folder)
+        with _write_errors(self._file(name), self._path, tensors):
+            file = _open_nameless(self._path)
             try:
                 num_bytes = _write_file(file, tensors, notes)
             except BaseException:
                 file.close()
                 raise
-        old = self._files.get(name)
+        self.remove(name)
         self._files[name] = file
-        if old is not None:
-            old.close()
         return num_bytes
-
-    def read_into(self, name: str, tensors: Tensors) -> int:
-        """Read a file into memory that is there."""
-        path = self._file(name)
-        with _read_errors(path):
-            return _read_file_into(self._found(name), path, tensors)
-
-    def read(self, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Read a whole file."""
-        with _read_errors(self._file(name)):
-            return _read_file(self._found(name))
 
     def remove(self, name: str) -> None:
         """Free a file."""
@@ -194,19 +155,18 @@ class TemporaryFiles:
 
     def close(self) -> None:
         """Free them all."""
-        files, self._files = self._files, {}
-        for file in files.values():
-            file.close()
+        for name in tuple(self._files):
+            self.remove(name)
 
     def _file(self, name: str) -> Path:
-        return self._folder / f"(temporary) {name}{SUFFIX}"
+        return self._path / f"(temporary) {name}{SUFFIX}"
 
-    def _found(self, name: str) -> FileIO:
+    def _open(self, name: str) -> FileIO:
         file = self._files.get(name)
         if file is None:
             raise FileNotFoundError(errno.ENOENT, "it was never written, or the storage is closed")
         file.seek(0)
-        return file
+        return FileIO(file.fileno(), closefd=False)
 
 
 def _open_nameless(folder: Path) -> FileIO:

@@ -20,7 +20,7 @@ import torch
 
 from syncline.errors import StorageError, UpdateError
 from syncline.tensors.memory import bytes_of
-from syncline.updates.phased.storage import Storage, Tensors
+from syncline.updates.phased.storage import Folder, Tensors
 
 Files = Mapping[str, tuple[str, int]]
 """For each thing that is stored: its file, and the checksum of that."""
@@ -61,7 +61,7 @@ class Manifest:
     generator: torch.Tensor
     """The state of torch's random generator on the training thread, at the end of the step."""
 
-    def write(self, storage: Storage) -> None:
+    def write(self, storage: Folder) -> None:
         """Store it, once everything that it names cannot be lost any more."""
         storage.sync(file for file, _ in self.files.values())
         content = {"format": FORMAT, "step": self.step, "description": self.description, "files": dict(self.files)}
@@ -71,7 +71,7 @@ class Manifest:
         storage.sync([_name(self.step)])
 
     @classmethod
-    def read(cls, storage: Storage, slot: int) -> Manifest | None:
+    def read(cls, storage: Folder, slot: int) -> Manifest | None:
         """Return the manifest that is stored in a slot; None if there is none that is whole.
 
         Raises :class:`StorageError` if another version of Syncline wrote it.
@@ -92,7 +92,7 @@ class Manifest:
         files = {name: (file, check) for name, (file, check) in content["files"].items()}
         return cls(step=content["step"], description=content["description"], files=files, generator=generator)
 
-    def is_whole(self, storage: Storage) -> bool:
+    def is_whole(self, storage: Folder) -> bool:
         """Whether everything that it names is stored as it says; reads all of it, one file after another."""
         try:
             return all(checksum(*storage.read(file)) == check for file, check in self.files.values())
@@ -100,18 +100,18 @@ class Manifest:
             return False
 
 
-def read_manifests(storage: Storage) -> dict[int, Manifest]:
+def read_manifests(storage: Folder) -> dict[int, Manifest]:
     """Return the manifests that are stored, by step."""
     found = (Manifest.read(storage, slot) for slot in range(NUM_VERSIONS))
     return {manifest.step: manifest for manifest in found if manifest is not None}
 
 
-def forget(storage: Storage, step: int) -> None:
+def forget(storage: Folder, step: int) -> None:
     """Remove the manifest whose place the one of ``step`` takes: its files are about to change."""
     storage.remove(_name(step))
 
 
-def store_first(storage: Storage, stored: Mapping[str, Tensors]) -> Files:
+def store_first(storage: Folder, stored: Mapping[str, Tensors]) -> Files:
     """Store what training begins with, which is step 0; returns the files."""
     notes = {"step": "0"}
     for name, tensors in stored.items():
