@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -14,13 +15,12 @@ from torch import nn
 
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.priorities.settings import Priorities
-from syncline.pytorch.consistency import check_agreement
+from syncline.pytorch.consistency import broadcast_tensors, check_agreement
 from syncline.pytorch.control import check_untrained
 from syncline.pytorch.flatten import Named, plan_model
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.sync_batch_norm import find_layers
 from syncline.schedule.pairs import find_pair, pair_ranks
-from syncline.tensors.memory import pack, unpack
 from syncline.updates.bucket import BucketPlan
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketScheduleOptions, plan_bucket_schedules
@@ -28,7 +28,7 @@ from syncline.updates.control import ControlStream
 from syncline.updates.inner import check_divisible
 from syncline.updates.phased.phase_work import Loss, PhasedSetting, PhaseOptions
 from syncline.updates.phased.stage import Stage, StagePlan, ghost
-from syncline.updates.phased.stage_store import buffers_name, parameters_name
+from syncline.updates.phased.stage_store import stage_file
 from syncline.updates.phased.storage import Folder
 from syncline.updates.phased.updating import Clipping
 from syncline.updates.phased.versions import (
@@ -42,6 +42,8 @@ from syncline.updates.phased.versions import (
 )
 
 MakeStage = Callable[[], nn.Module]
+StoreFirst = Callable[[int, nn.Module, dict[str, nn.Parameter], ControlStream], Files]
+"""Stores what training begins with."""
 DIFFER = "All ranks must call phase() with the same stages, optimizer and options, but they differ"
 _OF = " of "
 
@@ -55,31 +57,6 @@ class _Built:
     parameters: dict[str, nn.Parameter]
     files: Files
     """The first version of it, if versions are kept, and training begins anew."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _First:
-    """Where the values go that training begins with."""
-
-    storage: Folder
-    keeps_versions: bool
-
-    def store(
-        self, number: int, module: nn.Module, parameters: dict[str, nn.Parameter], control: ControlStream
-    ) -> Files:
-        """Take over the first pair's values, and store them; return the files of a first version."""
-        if control.world_size > 1:
-            values = [*parameters.values(), *module.buffers()]
-            packed = pack(values)
-            control.start_broadcast(packed, f"initial values of stage {number}").wait()
-            unpack(packed, values)
-        tensors = {name: one.detach() for name, one in parameters.items()}
-        if not self.keeps_versions:
-            self.storage.write(parameters_name(number), tensors, {"step": "0"})
-            return {}
-        buffers = {name: buffer.detach() for name, buffer in module.named_buffers()}
-        stored = {parameters_name(number): tensors} | ({buffers_name(number): buffers} if buffers else {})
-        return store_first(self.storage, stored)
 
 
 def check_stages(stages: Iterable[nn.Module | MakeStage]) -> tuple[nn.Module | MakeStage, ...]:
@@ -120,7 +97,7 @@ def set_up(
     job, norms, versions = (ControlStream(fleet.communicator, stream=streams[number]) for number in (0, 4, 5))
     check_agreement([f"{len(stages)} stages", f"{schedule_options!r}", f"{options!r}"], job, head=DIFFER)
     resumed = _find_manifest(storage, job) if options.resumes else None
-    first = None if resumed is not None else _First(storage=storage, keeps_versions=options.resumes)
+    first = None if resumed is not None else partial(_store_first, storage, options.resumes)
     with fleet.communicator.open_group(members, streams=streams[1:3]) as group:
         control = ControlStream(group, stream=streams[2])
         built = [_build(number, stages[number], first, control, members) for number in range(side, len(stages), 2)]
@@ -154,7 +131,7 @@ def set_up(
 
 
 def _build(
-    number: int, stage: nn.Module | MakeStage, first: _First | None, control: ControlStream, members: Sequence[int]
+    number: int, stage: nn.Module | MakeStage, first: StoreFirst | None, control: ControlStream, members: Sequence[int]
 ) -> _Built:
     """Build a stage; where training begins anew, take over the first pair's values, and store them."""
     module = stage if isinstance(stage, nn.Module) else stage()
@@ -176,9 +153,28 @@ def _build(
         parameter.data = parameter.data.contiguous()
     shapes = [f"{name}: {tuple(one.shape)} of {one.dtype}" for name, one in parameters.items()]
     check_agreement([f"stage {number}", *shapes], control, head=DIFFER, ranks=members)
-    files = first.store(number, module, parameters, control) if first is not None else {}
+    files = first(number, module, parameters, control) if first is not None else {}
     _let_go([module])
     return _Built(number=number, module=module, parameters=parameters, files=files)
+
+
+def _store_first(
+    storage: Folder,
+    keeps_versions: bool,
+    number: int,
+    module: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    control: ControlStream,
+) -> Files:
+    """Take over the first pair's values, and store them; return the files of a first version."""
+    broadcast_tensors([*parameters.values(), *module.buffers()], control)
+    tensors = {name: one.detach() for name, one in parameters.items()}
+    if not keeps_versions:
+        storage.write(stage_file(number, "parameters"), tensors, {"step": "0"})
+        return {}
+    buffers = {name: buffer.detach() for name, buffer in module.named_buffers()}
+    stored = {stage_file(number, "parameters"): tensors}
+    return store_first(storage, stored | ({stage_file(number, "buffers"): buffers} if buffers else {}))
 
 
 def _make_optimizer(
@@ -341,7 +337,7 @@ def _check_job(storage: Folder, resumed: Manifest, description: str) -> None:
 @torch.no_grad()
 def _restore_buffers(storage: Folder, manifest: Manifest, stages: Sequence[Stage]) -> None:
     for stage in stages:
-        file, _ = manifest.files.get(buffers_name(stage.number), (None, 0))
+        file, _ = manifest.files.get(stage_file(stage.number, "buffers"), (None, 0))
         stored = storage.read(file)[0] if file is not None else {}
         for name, buffer in stage.module.named_buffers():
             if name not in stored or stored[name].shape != buffer.shape:

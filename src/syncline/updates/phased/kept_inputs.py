@@ -24,7 +24,7 @@ from syncline.updates.messaging import decode_record, encode_record
 from syncline.updates.phased.batch_check import Given
 from syncline.updates.phased.instructions import Fetch, Forget, Instruction, Kind, Pass, Phase, Remove, Spill
 from syncline.updates.phased.micro_batches import WHOLE, Part
-from syncline.updates.phased.stage_store import StageStore
+from syncline.updates.phased.stage_store import StageStore, stage_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class InputStore:
 
 
 def _file_name(name: Phase) -> str:
-    return f"stage-{name.stage:04d}.{name.kind.value}-{name.micro:04d}"
+    return stage_file(name.stage, f"{name.kind.value}-{name.micro:04d}")
 
 
 def _tensors(message: Message) -> dict[str, torch.Tensor]:

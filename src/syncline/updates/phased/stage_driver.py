@@ -29,7 +29,7 @@ from syncline.updates.phased.instructions import (
 from syncline.updates.phased.kept_inputs import InputStore
 from syncline.updates.phased.phase_work import PhasedSetting, PhaseWork
 from syncline.updates.phased.stage import BufferPool
-from syncline.updates.phased.stage_store import StageStore, gradients_name
+from syncline.updates.phased.stage_store import StageStore, stage_file
 from syncline.updates.phased.updating import StageGradients, StageUpdater
 
 Tell = Callable[[Instruction], None]
@@ -117,7 +117,7 @@ class StageDriver:
             self.buffers.give_back(self._placed.pop(number))
 
     def _move_gradients(self, number: int, done: Done, *, is_coming: bool) -> None:
-        name = gradients_name(number)
+        name = stage_file(number, "gradients")
         if is_coming:
             tensors = self.updater.own_gradients(self.work.place_gradients(number))
             self.store.read_aside(name, tensors, done)

@@ -21,24 +21,9 @@ from syncline.updates.phased.versions import Manifest, checksum, forget, version
 from syncline.updates.shard import Segment, Shard
 
 
-def parameters_name(number: int) -> str:
-    """Return what the parameters of a stage are stored as."""
-    return f"stage-{number:04d}.parameters"
-
-
-def state_name(number: int) -> str:
-    """Return what a rank's optimizer state of a stage is stored as."""
-    return f"stage-{number:04d}.state"
-
-
-def buffers_name(number: int) -> str:
-    """Return what a rank's buffers of a stage are stored as, where versions are kept."""
-    return f"stage-{number:04d}.buffers"
-
-
-def gradients_name(number: int) -> str:
-    """Return what a rank's shard of the gradients of a stage is stored as, until it is updated."""
-    return f"stage-{number:04d}.gradients"
+def stage_file(number: int, what: str) -> str:
+    """Return as what a rank stores its "parameters", "state", "gradients" or "buffers" of a stage."""
+    return f"stage-{number:04d}.{what}"
 
 
 NOTE = "pieces"
@@ -136,7 +121,9 @@ class StageStore:
         self._states: dict[int, ShardState] = {}
         self._counted_bytes: dict[int, int] = {}
         """State that was read, and is in memory until its stage is stored."""
-        self._with_state = {number for number in stages if manifest is not None and state_name(number) in self._files}
+        self._with_state = {
+            number for number in stages if manifest is not None and stage_file(number, "state") in self._files
+        }
         """Stages that have a file of state."""
         self._trace = trace
         self._thread = WorkerThread(name, on_failure=on_failure)
@@ -146,21 +133,21 @@ class StageStore:
         tensors = self._stages[number].tensors()
 
         def read() -> None:
-            self.storage.read_into(self._newest(parameters_name(number)), tensors)
+            self.storage.read_into(self._newest(stage_file(number, "parameters")), tensors)
             self.num_loads += 1
 
         self._submit(f"load of stage {number}", read, then)
 
     def read_parameters(self, number: int, then: Callable[[dict[str, torch.Tensor]], None]) -> None:
         """Read the parameters of a stage into memory of their own."""
-        self._thread.submit(0, (), lambda: then(self.storage.read(self._newest(parameters_name(number)))[0]))
+        self._thread.submit(0, (), lambda: then(self.storage.read(self._newest(stage_file(number, "parameters")))[0]))
 
     def load_state(self, number: int, then: Callable[[], None]) -> None:
         """Read the state of a stage; :meth:`take_state` returns it then."""
 
         def read() -> None:
             if number in self._with_state:
-                tensors, notes = self.storage.read(self._newest(state_name(number)))
+                tensors, notes = self.storage.read(self._newest(stage_file(number, "state")))
                 self._states[number] = read_state(self._stages[number].plan.trained, tensors, notes)
                 num_bytes = self._counted_bytes[number] = self._states[number].num_bytes
                 self.state_ledger.add(num_bytes)
@@ -189,13 +176,13 @@ class StageStore:
         def write() -> None:
             nonlocal state
             if state is not None:
-                self._write(parameters_name(number), tensors, notes, step)
-                self._write(state_name(number), state.tensors(), notes | state.notes(), step)
+                self._write(stage_file(number, "parameters"), tensors, notes, step)
+                self._write(stage_file(number, "state"), state.tensors(), notes | state.notes(), step)
                 self._with_state.add(number)
                 state = None
                 self.state_ledger.add(-num_state_bytes)
             if module_buffers:
-                self._write(buffers_name(number), module_buffers, notes, step)
+                self._write(stage_file(number, "buffers"), module_buffers, notes, step)
 
         self._submit(f"store of stage {number}", write, then)
 
