@@ -21,12 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from isal import isal_zlib
 
 from syncline.errors import SynclineWarning, name_ranks
 from syncline.pytorch.notices import Notice
-from syncline.tensors.memory import bytes_of
 from syncline.updates.bucket import Bucket
+from syncline.updates.phased.batch_check import describe_batch
 from syncline.updates.private_torch import tree_leaves
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import NonfiniteOrigin
@@ -34,8 +33,6 @@ from syncline.updates.rule import NonfiniteOrigin
 _NUM_BATCHES = 2
 """Steps in which batches are compared; ranks that have one batch in common may have met by chance, as in a pair of
 epochs."""
-_DIGEST_BITS = 52
-"""A report has float64, which are exact up to 2 to the power of 53."""
 
 
 class StepWatch:
@@ -220,14 +217,10 @@ def _warn(text: str) -> None:
 
 
 def _digest_of(leaves: Sequence[Any]) -> int:
-    """Return a checksum of all tensors among ``leaves``, of their types, shapes and bytes; 0 if there is none."""
-    dense = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
-    crc = adler = 0
+    """Return a checksum of ``leaves``; 0 if none is a tensor that has one."""
+    if not any(isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided for leaf in leaves):
+        return 0
     try:
-        for tensor in dense:
-            content = bytes_of(tensor.cpu().contiguous())
-            crc = isal_zlib.crc32(content, isal_zlib.crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), crc))
-            adler = isal_zlib.adler32(content, adler)
+        return describe_batch(leaves)[1]
     except RuntimeError:  # tensors without memory, as in a function that torch.func transforms
         return 0
-    return (crc << 32 | adler) % (1 << _DIGEST_BITS)

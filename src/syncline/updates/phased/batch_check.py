@@ -6,11 +6,11 @@ together. What only one of them was given is not compared.
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from isal import isal_zlib
 
 from syncline.tensors.memory import bytes_of
 from syncline.updates.private_torch import tree_leaves
@@ -30,11 +30,11 @@ def describe_batch(value: Any) -> tuple[str, int]:
             words.append(f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}")
             if leaf.layout is torch.strided and leaf.device.type != "meta":
                 elements = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
-                checksum = zlib.crc32(bytes_of(elements.reshape(-1)), checksum)
+                checksum = isal_zlib.crc32(bytes_of(elements.reshape(-1)), checksum)
         else:
             words.append(ascii(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__name__)
     text = ", ".join(words)
-    return text, zlib.crc32(text.encode(), checksum)
+    return text, isal_zlib.crc32(text.encode(), checksum)
 
 
 def describe_given(inputs: Any, targets: Any) -> Given:
