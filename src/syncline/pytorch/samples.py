@@ -90,21 +90,15 @@ class SampleCount:
 
     def weight(self) -> float:
         """Return the weight of a pass whose first gradient has come."""
-        if self._told is not None:
-            weight = self._told
-        elif not self.is_counting:
-            weight = 1.0
-        elif self._was_reached:
-            weight = self._reached
-        else:
+        if self._told is None and self.is_counting and not self._was_reached:
             raise UpdateError(
                 "samples= counts the samples of what the model is called with, but gradients came without a call of "
                 "the model that distribute() was given (a method other than forward was used, or a part of it); say "
                 "their number with syncline.batch_size(n) before backward()"
             )
-        self._taken = weight
+        self._taken = self.so_far
         self._has_left, self._is_told_late = True, False
-        return weight
+        return self._taken
 
     def end_pass(self) -> None:
         """Begin to count for the next pass; raises if gradients have left with another weight than that of the pass."""
