@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache, wraps
 from typing import Any, NamedTuple
@@ -20,7 +20,14 @@ import torch.distributed as dist
 from syncline.backend import NAME
 from syncline.backend.call_work import CallWork
 from syncline.fabric.progress import BACKWARD, Progress
-from syncline.updates.private_torch import at_end_of_backward, is_in_node, is_profiled, recorded_range, taken_comm_name
+from syncline.updates.private_torch import (
+    at_end_of_backward,
+    is_in_node,
+    is_profiled,
+    recorded_range,
+    taken_comm_name,
+    tree_leaves,
+)
 
 _SETTINGS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 """How options name what the bindings take by itself."""
@@ -149,7 +156,7 @@ def records(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             return work(self, values)
 
     def work(self: Any, values: tuple[Any, ...]) -> Any:
-        tensors = [] if shown.source is None else list(_tensors(values[shown.source]))
+        tensors = [] if shown.source is None else _tensors(values[shown.source])
         kind = "sparse_" if any(tensor.layout is not torch.strided for tensor in tensors) else ""
         with ExitStack() as ranges:
             ranges.enter_context(recorded_range(f"{NAME}:{kind}{shown.work}", tensors))
@@ -178,7 +185,7 @@ def traces(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def trace(self: Any, *values: Any) -> Any:
         span, now_ns = self.state.communicator.trace.span, self.state.communicator.trace.now_ns
-        tensors = () if shown.source is None else _tensors(values[shown.source])
+        tensors = [] if shown.source is None else _tensors(values[shown.source])
         label = " ".join([shown.work, *map(_about, tensors)])
         start_ns = now_ns()
         begun = method(self, *values)
@@ -194,9 +201,5 @@ def _about(tensor: torch.Tensor) -> str:
     return f"[{','.join(map(str, tensor.shape))}] {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    else:
-        for value in values or ():
-            yield from _tensors(value)
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]

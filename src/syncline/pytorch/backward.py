@@ -111,7 +111,7 @@ class GradientCollector:
 
     def watch_outputs(self, outputs: Any, forward: ForwardPass) -> None:
         """Recognise the backward pass that begins at these outputs of the model as the outer one."""
-        for leaf in _tensors_in(outputs):
+        for leaf in tensors_in(outputs):
             if leaf.requires_grad:
                 leaf.register_hook(Hook(self._on_output, forward))  # type: ignore[no-untyped-call]
 
@@ -320,15 +320,15 @@ def _accumulation(parameter: torch.nn.Parameter) -> Any:
     return node
 
 
-def _tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
+def tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in what a model returned, also within dataclasses."""
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+            yield from tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
         elif isinstance(leaf, Mapping):
-            yield from _tensors_in(list(leaf.values()))
+            yield from tensors_in(list(leaf.values()))
 
 
 # Sparse gradients of embeddings, where every rank gets whole ones: they travel dense, and are sparse again after it.

@@ -6,7 +6,7 @@ import importlib
 import pydoc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
 from syncline.priorities.forward_timing import BACKWARD_PER_FORWARD
 from syncline.priorities.meter import StepMeter
+from syncline.pytorch.backward import tensors_in
 from syncline.pytorch.flatten import check_parameters, flatten, plan_model
 from syncline.pytorch.stores import LocalStore
 from syncline.pytorch.waiting import WaitingParameters
@@ -105,7 +106,7 @@ def _measure_stages(model: nn.Module, arguments: tuple[Any, ...]) -> tuple[Stage
             begun_s = time.perf_counter()
             values = stage(*values) if number == 0 else stage(values)
             times_s[number].append(time.perf_counter() - begun_s)
-            passed[number] = sum(each.nbytes for each in _tensors(values))
+            passed[number] = sum(each.nbytes for each in tensors_in(values))
     medians_s = [statistics.median(each) for each in times_s]
     return tuple(
         StageShape(
@@ -128,23 +129,12 @@ def _busy_cores(model: nn.Module, arguments: tuple[Any, ...], forward_s: float) 
     def run() -> None:
         nonlocal has_backward
         model.zero_grad()
-        outputs = [each for each in _tensors(model(*arguments)) if each.requires_grad]
+        outputs = [each for each in tensors_in(model(*arguments)) if each.requires_grad]
         if has_backward := bool(outputs):
             torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
 
     worked_s = least_core_s(run, num_runs=3)
     return worked_s / ((1 + BACKWARD_PER_FORWARD if has_backward else 1) * forward_s)
-
-
-def _tensors(output: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors of what a model returned."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        yield from _tensors(list(output.values()))
-    elif isinstance(output, (list, tuple)):
-        for each in output:
-            yield from _tensors(each)
 
 
 def measure_moving() -> float:
