@@ -36,7 +36,6 @@ from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.init import open_fleet
 from syncline.pytorch.stores import dial_store, serve_store
 from syncline.runtime.communicator import TOKEN_BYTES
-from syncline.topology import Topology
 from syncline.updates.control import ControlStream
 
 NOBODY = -1
@@ -86,10 +85,10 @@ class WorldGrowth:
     is_joining = False
     period = 1
     groups: Sequence[Sequence[int]] = ()
+    flags: Flags = NO_FLAGS
+    """What the first member has told of newcomers in the last :func:`commit`."""
 
     def __init__(self, fleet: Fleet, growth: FleetGrowth, settings: Elastic, environment: Environment) -> None:
-        self.flags: Flags = NO_FLAGS
-        """What the first member has told of newcomers in the last :func:`commit`."""
         self.fleet = fleet
         self.recovery = fleet.recovery = Recovery(fleet, settings, growth)
         self.recovery.begin()
@@ -108,7 +107,7 @@ class WorldGrowth:
         """What stood in ``sys.excepthook`` before the last group was made, and after it."""
         self.recovery.add(self)
 
-    # What the recovery asks of a part that goes on in a new epoch.
+    # What the recovery asks of a part that goes on in a new epoch, and growth of what grows.
 
     @property
     def iteration(self) -> int:
@@ -120,39 +119,14 @@ class WorldGrowth:
         """The streams of the group that is over."""
         return [self._streams]
 
-    def leaving(self) -> int | None:
-        """Nobody leaves at a step's end: a process group takes note of no signal."""
-        return None
-
-    def positions(self) -> None:
-        """Return nothing: no call goes on in the next epoch."""
-
     def enter(self, fleet: FabricPlace) -> None:  # noqa: ARG002 - it is this one's
         """Forget what was told of newcomers in the epoch before."""
         self.flags = NO_FLAGS
 
-    def settle(self, told: Sequence[Any], control: ControlStream) -> None:
-        """Nothing: whoever is behind gets the state from the user."""
+    def _do_nothing(self, *_: Any, **__: Any) -> None:
+        """No call goes on in the next epoch, no signal lets a rank leave, and who lacks state gets it from the user."""
 
-    # What growth asks of what grows.
-
-    def finish(self) -> None:
-        """Nothing: no call is under way."""
-
-    def meet(self, control: ControlStream, topology: Topology, num_old: int) -> None:
-        """Nothing: the user goes on as they like."""
-
-    def leave(self) -> None:
-        """Nothing: the group is taken away before."""
-
-    def resume(self) -> None:
-        """Nothing: the group is made when all is well."""
-
-    def give(self, control: ControlStream) -> None:
-        """Nothing: the user gives the state."""
-
-    def take(self, control: ControlStream) -> None:
-        """Nothing, likewise."""
+    leaving = positions = settle = finish = meet = leave = resume = give = take = _do_nothing
 
     # What the user calls.
 
