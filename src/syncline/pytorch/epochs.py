@@ -68,6 +68,8 @@ class FabricPlace:
     """By rank of :attr:`base`, what ``members`` calls it: who comes later has the next number."""
     next_stream: int = 1
     """The first stream that is free."""
+    recovery: Recovery | None = None
+    """What takes the job from epoch to epoch, if its models are elastic."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def numbers_of(self, ranks: Iterable[int]) -> tuple[int, ...]:
@@ -209,9 +211,7 @@ class Recovery:
     def end_step(self, iteration: int) -> None:
         """Tell watchers of changes, if the step that has ended here is the first with the new members."""
         while self._settled and self._settled[0].iteration <= iteration:
-            change = self._settled.pop(0)
-            for watcher in tuple(self._watchers):
-                watcher(change)
+            self.tell(self._settled.pop(0))
 
     def go_back(self, before: int, iteration: int) -> None:
         """Tell that training goes on from a checkpoint, and let watchers be told at once."""
@@ -340,10 +340,6 @@ class Growing(Protocol):
     @property
     def iteration(self) -> int:
         """Steps that were made when it was put in place last."""
-
-    @property
-    def recovery(self) -> Recovery:
-        """What takes the job from epoch to epoch."""
 
     @property
     def is_joining(self) -> bool:
@@ -485,7 +481,7 @@ class FleetGrowth:
             numbers = tuple(self._numbers[rank] for rank in members if rank in lost)
             epoch, stay = self._epoch.number, self._job.numbers
             change = MembershipChange(epoch=epoch, members=stay, lost=numbers, joined=(), iteration=iteration + 1)
-            self._growing.recovery.tell(change)
+            self._recovery.tell(change)
         return True
 
     def regroup(self, epoch: Epoch) -> None:
@@ -516,6 +512,11 @@ class FleetGrowth:
             self._service.close(is_over=is_over)
         for thread in self._leaving:
             thread.join()
+
+    @property
+    def _recovery(self) -> Recovery:
+        assert self._fleet.recovery is not None, "a training that may grow is elastic"
+        return self._fleet.recovery
 
     def _first_record(self) -> JobRecord:
         from syncline.members.job_record import JobRecord  # of jobs that grow alone
@@ -563,7 +564,7 @@ class FleetGrowth:
         if rank == 0 and self._service is not None:
             self._service.switched()
         before = fleet.enter_fabric(_place_of(larger, fleet))
-        regroup = growing.recovery.enter_fabric()
+        regroup = self._recovery.enter_fabric()
         try:
             self._meet(job, growing, num_old)
         except BaseException as error:
@@ -573,7 +574,7 @@ class FleetGrowth:
                 before.leave(f"it could not switch to the larger job: {error}")
                 raise
             left = fleet.enter_fabric(before)
-            growing.recovery.return_to(regroup)
+            self._recovery.return_to(regroup)
             self._leave(left, f"it went back from the larger job: {error}")
             self._open(self._job or job)
             return
@@ -643,7 +644,7 @@ class FleetGrowth:
             )
         epoch = fleet.epoch.number
         change = MembershipChange(epoch=epoch, members=members, lost=(), joined=joined, iteration=step + 1)
-        growing.recovery.tell(change)
+        self._recovery.tell(change)
 
 
 def _place_of(larger: joining.LargerFabric, fleet: FabricPlace) -> FabricPlace:

@@ -16,7 +16,7 @@ from syncline.arguments import checked
 from syncline.errors import ConfigurationError
 from syncline.members import Epoch
 from syncline.observe import Trace
-from syncline.pytorch.epochs import FabricPlace, FleetGrowth, Recovery
+from syncline.pytorch.epochs import FabricPlace, FleetGrowth
 from syncline.pytorch.notices import Notice, Preemption
 from syncline.pytorch.objects import ObjectCollectives
 from syncline.runtime import Communicator
@@ -59,8 +59,6 @@ class Fleet(FabricPlace):
         super().__init__(base=communicator, communicator=communicator, epoch=epoch, numbers=members)
         self.growth: FleetGrowth | None = None
         """What lets newcomers in, or brings this rank into a running job."""
-        self.recovery: Recovery | None = None
-        """What takes the job from epoch to epoch, if its models are elastic."""
         self.is_elastic: bool | None = None
         """What distribute() was told first; None before it."""
         self.preemption: Preemption | None = None

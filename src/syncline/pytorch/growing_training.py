@@ -8,7 +8,7 @@ each tensor, or for some small ones together, along the tree of the source and t
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from syncline import updates
 from syncline.members.job_record import NO_FLAGS, Flags
 from syncline.pytorch.checkpoint.group import CheckpointGroup
 from syncline.pytorch.consistency import broadcast_tensors
-from syncline.pytorch.epochs import FleetGrowth, Recovery
+from syncline.pytorch.epochs import FleetGrowth
 from syncline.pytorch.installation import Installation
-from syncline.pytorch.optimizer import DistributedOptimizer
+from syncline.pytorch.optimizer import DistributedOptimizer, Growing
 from syncline.pytorch.training import Training
 from syncline.schedule.period import USUAL
 from syncline.topology import Topology
@@ -52,19 +52,14 @@ class _SentState:
         self.targets[slot.name, key] = target
 
 
-class GrowingTraining:
+class GrowingTraining(Growing):
     """The training of a job that may grow."""
 
     def __init__(self, installation: Installation, optimizer: DistributedOptimizer) -> None:
-        self.extra: Any = None
-        self.offer: Callable[[], Any] | None = None
-        self.parts: Mapping[str, str] = {}
-        self.offer_parts: Callable[[], Mapping[str, str]] | None = None
         self.lines = installation.describe()
         """What a newcomer's training must have alike."""
         self._installation = installation
         self._optimizer = optimizer
-        self._iteration = 0
         self._news: MemberNews | None = None
         """What was told of members when ranks have met last, with rules whose ranks do so now and then."""
         self._came_at: int | None = None
@@ -75,11 +70,6 @@ class GrowingTraining:
         self._before: Updater | None = None
         """What worked on the model before it was taken away."""
         optimizer.growing = self
-
-    @property
-    def iteration(self) -> int:
-        """Steps that were made when the training was put in place last."""
-        return self._iteration
 
     @property
     def period(self) -> int:
@@ -94,13 +84,6 @@ class GrowingTraining:
     def has_just_come(self) -> bool:
         """Whether this rank has come into the running job, and has made no step in it yet."""
         return self._came_at is not None and self._came_at == self._training.updater.iteration
-
-    @property
-    def recovery(self) -> Recovery:
-        """What takes the job from epoch to epoch."""
-        recovery = self._installation.fleet.recovery
-        assert recovery is not None, "a training that may grow is elastic"
-        return recovery
 
     @property
     def is_joining(self) -> bool:
@@ -143,7 +126,7 @@ class GrowingTraining:
     def leave(self) -> None:
         """Take the training away, and keep what it has."""
         updater = self._training.updater
-        self._iteration, self._before = updater.iteration, updater
+        self.iteration, self._before = updater.iteration, updater
         updater.withdraw()
         self._held = updater.held_state() if isinstance(updater, ElasticShardedUpdater) else []
         self._installation.remove()
@@ -151,7 +134,7 @@ class GrowingTraining:
     def resume(self) -> None:
         """Put the model into training on the fleet as it is now; each rank gets its part of a divided state."""
         training = self._installation.install(has_values=True, begins_with=self._agreement.begins_with)
-        training.updater.go_on_from(self._iteration)
+        training.updater.go_on_from(self.iteration)
         self._optimizer.go_on(training, self._installation.elastic_training)
         held, self._held = self._held, []
         if isinstance(training.updater, ElasticShardedUpdater):
@@ -169,7 +152,7 @@ class GrowingTraining:
         head = {
             "groups": group.groups(),
             "state": describe_state(entries),
-            "iteration": self._iteration,
+            "iteration": self.iteration,
             "extra": self.offer() if self.offer is not None else None,
             "parts": self.offer_parts() if self.offer_parts is not None else {},
         }
@@ -185,19 +168,15 @@ class GrowingTraining:
         source = _SentState(head["state"])
         group.load_state(source)
         self._broadcast(source.targets, control)
-        self._iteration = self._came_at = head["iteration"]
+        self.iteration = self._came_at = head["iteration"]
         self.extra, self.parts = head["extra"], head["parts"]
         self._held = []  # what this rank had alone counts no more
 
     def _broadcast(self, state: Mapping[tuple[str, str], torch.Tensor], control: ControlStream) -> None:
         model = self._installation.model
         tensors = [*model.parameters(), *model.buffers(), *(state[key] for key in sorted(state))]
-        broadcast_tensors(tensors, control)
-        broadcast_tensors(self._alike(), control)
-
-    def _alike(self) -> list[torch.Tensor]:
         assert self._before is not None, "the training is taken away"
-        return self._before.alike()
+        broadcast_tensors([*tensors, *self._before.alike()], control)
 
     def _take_news(self, growth: FleetGrowth) -> None:
         """Go on without who is lost, as all have just been told; or take in who is connected."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Protocol
 
 import torch
@@ -29,17 +30,16 @@ from syncline.updates.private_torch import call_state_hooks, call_with_step_hook
 class Growing(Protocol):
     """What lets newcomers in between two steps."""
 
-    extra: Any
+    extra: Any = None
     """What this rank was given when it came in itself."""
-    offer: Callable[[], Any] | None
+    offer: Callable[[], Any] | None = None
     """Returns what newcomers are given."""
-    parts: Mapping[str, str]
+    parts: Mapping[str, str] = MappingProxyType({})
     """Likewise, for ``resume()``: the states of schedulers and samplers, by name."""
-    offer_parts: Callable[[], Mapping[str, str]] | None
+    offer_parts: Callable[[], Mapping[str, str]] | None = None
 
-    @property
-    def iteration(self) -> int:
-        """Steps that were made when the training was put in place last."""
+    iteration: int = 0
+    """Steps that were made when the training was put in place last."""
 
     @property
     def has_just_come(self) -> bool:
