@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -47,12 +47,11 @@ Cuts = tuple[tuple[Range, Layout], ...]
 
 
 class CallPart(NamedTuple):
-    """A part of a call with a collective of its own, on ``num_bytes`` of host memory.
+    """A part of a call with a collective of its own, in host memory.
 
     ``loads`` and ``stores`` are ranges of the device's tensors, and at which byte of the host memory they belong.
     """
 
-    num_bytes: int
     loads: Sequence[tuple[torch.Tensor, int]]
     stores: Sequence[tuple[torch.Tensor, int]]
     start: Callable[[torch.Tensor], Work]
@@ -60,28 +59,28 @@ class CallPart(NamedTuple):
     finish: Callable[[torch.Tensor], object]
     """Changes the result in host memory, in place."""
 
-
-class StagedCall(NamedTuple):
-    """A call in chunks; ``temporary`` holds the result of a ``result`` whose memory is not in one range."""
-
-    label: str
-    device: torch.device
-    chunks: Sequence[CallPart]
-    timeout_s: float
-    temporary: torch.Tensor | None = None
-    result: torch.Tensor | None = None
+    @property
+    def num_bytes(self) -> int:
+        """How much host memory it takes."""
+        return max(start + on_device.nbytes for on_device, start in (*self.loads, *self.stores))
 
 
 class StagedWork(TensorWork):
-    """A staged call under way. Once :meth:`wait` returns, what is queued on the current stream finds the result."""
+    """A call in chunks under way. Once :meth:`wait` returns, what is queued on the current stream finds the result.
 
-    def __init__(self, call: StagedCall, work: Work, copier: DeviceCopier) -> None:
+    ``landing`` is the ``result``, or where that comes first if its memory is not in one range.
+    """
+
+    def __init__(
+        self, work: Work, landing: torch.Tensor, result: torch.Tensor, *, num_chunks: int, copier: DeviceCopier
+    ) -> None:
         super().__init__([work])
-        self.call = call
-        self.called: Mark = copier.mark(call.device)
+        self.landing, self.result = landing, result
+        self.device = result.device
+        self.called: Mark = copier.mark(self.device)
         self.stored: Mark | None = None
         """The end of the last copy to the device, of those that were queued."""
-        self.num_left = len(call.chunks)
+        self.num_left = num_chunks
         self.error: BaseException | None = None
         self._copier = copier
 
@@ -93,7 +92,7 @@ class StagedWork(TensorWork):
 
     def aside(self) -> AbstractContextManager[object]:
         """Wait within this where the current stream is none of the one who called."""
-        return self._copier.aside(self.call.device)
+        return self._copier.aside(self.device)
 
 
 @dataclass(slots=True, eq=False)
@@ -109,20 +108,14 @@ class _Part:
     staged: StagedWork
     chunk: CallPart
     block: _Block
-    ranges: dict[CopyKind, list[CopyRange]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.ranges = {
-            CopyKind.TO_HOST: [self._range(*each) for each in self.chunk.loads],
-            CopyKind.TO_DEVICE: [self._range(*each) for each in self.chunk.stores],
-        }
 
     @property
     def host(self) -> torch.Tensor:
         return self.block.memory[: self.chunk.num_bytes]
 
-    def _range(self, on_device: torch.Tensor, start: int) -> CopyRange:
-        return CopyRange(on_device, self.block.memory[start : start + on_device.nbytes].view(on_device.dtype))
+    def place(self, ranges: Sequence[tuple[torch.Tensor, int]]) -> list[CopyRange]:
+        memory = self.block.memory
+        return [CopyRange(one, memory[start : start + one.nbytes].view(one.dtype)) for one, start in ranges]
 
 
 class Staging:
@@ -146,18 +139,26 @@ class Staging:
         self._loading = WorkerThread("syncline-to-host", on_failure=self._fail)
         self._storing = WorkerThread("syncline-to-device", on_failure=self._fail)
 
-    def begin(self, call: StagedCall) -> StagedWork:
+    def begin(
+        self,
+        label: str,
+        chunks: Sequence[CallPart],
+        landing: torch.Tensor,
+        result: torch.Tensor,
+        timeout_s: float | None,
+    ) -> StagedWork:
         """Begin a call; FabricClosedError after a close, what failed on the device before, ConfigurationError."""
-        if call.timeout_s <= 0:
-            raise ConfigurationError(f"{call.label}: a deadline lies in the future, not {call.timeout_s} s away")
+        limit_s = self._communicator.timeout_s if timeout_s is None else timeout_s
+        if limit_s <= 0:
+            raise ConfigurationError(f"{label}: a deadline lies in the future, not {limit_s} s away")
         self._communicator.progress.touch()
-        work = self._communicator.begin_work(call.label, call.timeout_s)
+        work = self._communicator.begin_work(label, limit_s)
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            staged = StagedWork(call, work, self.copier)
+            staged = StagedWork(work, landing, result, num_chunks=len(chunks), copier=self.copier)
             self._under_way.add(staged)
-            self._to_load.extend((staged, chunk) for chunk in call.chunks)
+            self._to_load.extend((staged, chunk) for chunk in chunks)
             self._loading.submit(0, (), self._load)
         return staged
 
@@ -181,8 +182,7 @@ class Staging:
             after = [part.block.stored] if part.block.stored is not None else []
             if part.chunk.loads:
                 after.append(part.staged.called)
-            device, ranges = part.staged.call.device, part.ranges[CopyKind.TO_HOST]
-            loaded = self.copier.copy(device, CopyKind.TO_HOST, ranges, after)
+            loaded = self.copier.copy(part.staged.device, CopyKind.TO_HOST, part.place(part.chunk.loads), after)
             self._loading.submit(1, (), partial(self._start, part, loaded))
 
     def _take(self) -> _Part | None:
@@ -208,8 +208,8 @@ class Staging:
         if staged.error is None:
             part.chunk.finish(part.host)
             if part.chunk.stores:
-                device, ranges = staged.call.device, part.ranges[CopyKind.TO_DEVICE]
-                staged.stored = self.copier.copy(device, CopyKind.TO_DEVICE, ranges, [staged.called])
+                ranges = part.place(part.chunk.stores)
+                staged.stored = self.copier.copy(staged.device, CopyKind.TO_DEVICE, ranges, [staged.called])
                 part.block.stored = staged.stored
         staged.num_left -= 1
         if not staged.num_left:
@@ -220,9 +220,9 @@ class Staging:
                 self._loading.submit(0, (), self._load)
 
     def _complete(self, staged: StagedWork) -> None:
-        call = staged.call
-        if staged.error is None and call.temporary is not None and call.result is not None:
-            staged.stored = self.copier.put(call.temporary, call.result)
+        landing, result = staged.landing, staged.result
+        if staged.error is None and landing.data_ptr() != result.data_ptr():
+            staged.stored = self.copier.put(landing.view(result.shape), result)
         self._end(staged, staged.error)
 
     def _fail(self, error: BaseException) -> None:
@@ -281,9 +281,8 @@ class StagedCollectives:
         for (start, stop), layout in cuts:
             ranges = ((flat[start:stop], 0),)
             begin, finish = self._reducing(schedule, layout, op, flat.dtype, timeout_s)
-            size = ranges[0][0].nbytes
-            chunks.append(CallPart(num_bytes=size, loads=ranges, stores=ranges, start=begin, finish=finish))
-        return self._begin("all_reduce", chunks, flat, tensor, timeout_s)
+            chunks.append(CallPart(loads=ranges, stores=ranges, start=begin, finish=finish))
+        return self._staging.begin("all_reduce", chunks, flat, tensor, timeout_s)
 
     def reduce_scatter(
         self, output: torch.Tensor, source: torch.Tensor, op: TensorReduction, *, timeout_s: float | None
@@ -299,9 +298,8 @@ class StagedCollectives:
             loads = self._of_each_part(flat, start, stop)
             stores = ((landing[start:stop], self._rank * size),)
             begin, finish = self._reducing(schedule, layout, op, flat.dtype, timeout_s, (self._rank * size, size))
-            num_bytes = self._num_ranks * size
-            chunks.append(CallPart(num_bytes=num_bytes, loads=loads, stores=stores, start=begin, finish=finish))
-        return self._begin("reduce_scatter", chunks, landing, output, timeout_s)
+            chunks.append(CallPart(loads=loads, stores=stores, start=begin, finish=finish))
+        return self._staging.begin("reduce_scatter", chunks, landing, output, timeout_s)
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, timeout_s: float | None) -> StagedWork:
         """Make ``output`` all ranks' ``source``, in rank order."""
@@ -318,9 +316,8 @@ class StagedCollectives:
             size = (stop - start) * flat.itemsize
             loads = ((flat[start:stop], self._rank * size),)
             stores = self._of_each_part(landing, start, stop)
-            num_bytes = self._num_ranks * size
-            chunks.append(CallPart(num_bytes=num_bytes, loads=loads, stores=stores, start=begin, finish=_leave))
-        return self._begin("all_gather", chunks, landing, output, timeout_s)
+            chunks.append(CallPart(loads=loads, stores=stores, start=begin, finish=_leave))
+        return self._staging.begin("all_gather", chunks, landing, output, timeout_s)
 
     def broadcast(self, tensor: torch.Tensor, root: int, *, timeout_s: float | None) -> StagedWork:
         """Make ``tensor`` that of ``root``."""
@@ -335,28 +332,8 @@ class StagedCollectives:
         for start, stop in _ranges(flat.numel(), BLOCK_BYTES // flat.itemsize):
             ranges = ((flat[start:stop], 0),)
             loads, stores = (ranges, ()) if is_root else ((), ranges)
-            size = ranges[0][0].nbytes
-            chunks.append(CallPart(num_bytes=size, loads=loads, stores=stores, start=begin, finish=_leave))
-        return self._begin("broadcast", chunks, flat, flat if is_root else tensor, timeout_s)
-
-    def _begin(
-        self,
-        label: str,
-        chunks: Sequence[CallPart],
-        landing: torch.Tensor,
-        result: torch.Tensor,
-        timeout_s: float | None,
-    ) -> StagedWork:
-        is_temporary = landing.data_ptr() != result.data_ptr()
-        call = StagedCall(
-            label=label,
-            device=result.device,
-            chunks=chunks,
-            timeout_s=self._communicator.timeout_s if timeout_s is None else timeout_s,
-            temporary=landing.view(result.shape) if is_temporary else None,
-            result=result if is_temporary else None,
-        )
-        return self._staging.begin(call)
+            chunks.append(CallPart(loads=loads, stores=stores, start=begin, finish=_leave))
+        return self._staging.begin("broadcast", chunks, flat, flat if is_root else tensor, timeout_s)
 
     def _settings(self, timeout_s: float | None, *, elements: str = "", op: str = "") -> CallSettings:
         return {"stream": self._stream, "timeout_s": timeout_s, "elements": elements, "op": op}
