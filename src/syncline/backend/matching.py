@@ -30,7 +30,7 @@ class MessageHead:
     number: int
     """Its place among the messages of its source to this rank."""
     inline: bytes | bytearray | memoryview | None = None
-    """The message itself, if it came with this."""
+    """The message itself, if it came with this, or has landed."""
     address: int = 0
     """Where it lies in its sender's memory, if it is to be copied from there."""
     num_read: int = 0
@@ -39,7 +39,6 @@ class MessageHead:
     """Whether it came through an inbox, where its sender has so much less room until it is asked for."""
     fetched: bytearray | None = None
     """Where a message that nobody has asked for yet lands, if it is of middling size."""
-    is_fetched: bool = False
     on_fetched: Callable[[], None] | None = None
     """Told when it has landed, if somebody waits for that."""
 

@@ -470,7 +470,7 @@ class PointToPoint:
         self._receive_body(head, memoryview(head.fetched), self._locked(self._fetched, head))
 
     def _fetched(self, head: MessageHead) -> None:
-        head.is_fetched = True
+        head.inline = head.fetched  # from here on, as if it had come with its head
         if head.on_fetched is not None:
             head.on_fetched()
 
@@ -491,7 +491,6 @@ class PointToPoint:
         elif head is not None:
             self._deliver(receive, head)
         elif not self._can_come(receive):
-            self._matcher.withdraw(receive.awaited, receive.tag, receive)
             self._end_receive(receive, self._why(receive.source))
         if self._inboxes is None and not receive.work.is_over:
             self._expire(receive.work, receive.timeout_s, partial(self._receive_is_late, receive))
@@ -506,23 +505,20 @@ class PointToPoint:
         if head.num_bytes != receive.destination.nbytes:
             self._refuse(receive, head)
         elif head.inline is not None:
-            receive.destination[:] = head.inline
-            self._end_receive(receive, None)
+            self._take_inline(receive, head)
         elif head.address:
             self._reads.append((receive, head))
-        elif head.is_fetched:
-            self._take_fetched(receive, head)
         elif head.fetched is not None:  # it is on its way into memory of its own
-            head.on_fetched = partial(self._take_fetched, receive, head)
+            head.on_fetched = partial(self._take_inline, receive, head)
         else:
             if head.num_bytes > FETCH_BYTES:
                 self._answer(head, ACCEPTED, head.num_bytes)
             self._receive_body(head, receive.destination, self._locked(self._end_receive, receive, None))
 
-    def _take_fetched(self, receive: Receive, head: MessageHead) -> None:
-        if id(receive) in self._receives:
-            assert head.fetched is not None, "it has landed there"
-            receive.destination[:] = head.fetched
+    def _take_inline(self, receive: Receive, head: MessageHead) -> None:
+        if not receive.is_over:  # else its memory is another's, since it was late
+            assert head.inline is not None, "it has landed there"
+            receive.destination[:] = head.inline
         self._end_receive(receive, None)
 
     def _refuse(self, receive: Receive, head: MessageHead) -> None:
@@ -535,7 +531,7 @@ class PointToPoint:
         if head.num_bytes > FETCH_BYTES:
             self._answer(head, REFUSED, receive.destination.nbytes)
         if head.inline is None and head.fetched is None and not head.address:
-            self._receive_body(head, memoryview(bytearray()), _nothing)  # of another size: the fabric throws it away
+            self._receive_body(head, memoryview(bytearray()), lambda: None)  # the fabric throws away what is larger
         self._end_receive(receive, MismatchError(text))
 
     def _answer(self, head: MessageHead, kind: int, num_bytes: int) -> None:
@@ -543,6 +539,8 @@ class PointToPoint:
         self._port.call_soon(self._locked(self._tell, head.source, kind, head.tag, num_bytes, head.number))
 
     def _end_receive(self, receive: Receive, error: Exception | None) -> None:
+        if error is not None:
+            self._matcher.withdraw(receive.awaited, receive.tag, receive)
         if receive.is_read or self._receives.pop(id(receive), None) is None:  # a copy has an end of its own
             return
         self._num_large -= receive.destination.nbytes > FETCH_BYTES
@@ -550,7 +548,6 @@ class PointToPoint:
         self._end(receive.work, error)
 
     def _receive_is_late(self, receive: Receive) -> None:
-        self._matcher.withdraw(receive.awaited, receive.tag, receive)
         whom = "no rank" if receive.awaited is None else self._port.describe_peer(receive.awaited)
         self._end_receive(
             receive,
@@ -594,7 +591,6 @@ class PointToPoint:
                 self._end_send(send, number, self._why(peer))
         for receive in tuple(self._receives.values()):
             if receive.source == peer or not self._can_come(receive):
-                self._matcher.withdraw(receive.awaited, receive.tag, receive)
                 self._end_receive(receive, self._why(peer))
 
     def _fail_all(self, error: Exception) -> None:
@@ -603,7 +599,6 @@ class PointToPoint:
         for (_, number), send in tuple(self._sends.items()):
             self._end_send(send, number, error)
         for receive in tuple(self._receives.values()):
-            self._matcher.withdraw(receive.awaited, receive.tag, receive)
             self._end_receive(receive, error)
 
     def _can_come(self, receive: Receive) -> bool:
@@ -628,7 +623,3 @@ class PointToPoint:
                 f"Rank {self._rank} exchanges messages with the other ranks of its group of {self._world_size}, not "
                 f"with {peer}"
             )
-
-
-def _nothing() -> None:
-    """Nothing was received."""
