@@ -387,7 +387,7 @@ def test_two_threads_hear_of_reads_once(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(waiting, "on_unarrived_read", register)
     monkeypatch.setattr(waiting, "_register", functools.cache(waiting._register.__wrapped__))
-    threads = [threading.Thread(target=waiting._hear_of_reads) for _ in range(2)]
+    threads = [threading.Thread(target=waiting.WaitingParameters((), print).begin) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

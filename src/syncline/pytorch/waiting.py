@@ -88,9 +88,9 @@ class WaitingParameters:
 
     def begin(self) -> None:
         """From now on nobody gets at the parameters before they are final."""
-        _hear_of_reads()
         before_compiling(_on_compile)
         with _lock:
+            _register()
             new = [member for member in chain.from_iterable(self._members) if id(member[0]) not in _waiting]
             for tensor, _ in new:
                 self._data[id(tensor)] = tensor.data
@@ -221,17 +221,9 @@ def _on_compile(_: Any) -> None:
     _finish_all()
 
 
-def _hear_of_reads() -> None:
-    """Register once in a process, and not before it is needed: ``cache`` alone would let two threads in at a time."""
-    with _register_lock:
-        _register()
-
-
-_register_lock = threading.Lock()
-
-
 @cache
 def _register() -> None:
+    """Hear of reads, once in a process and not before it is needed; with the lock held."""
     on_unarrived_read(_on_read)
 
 
