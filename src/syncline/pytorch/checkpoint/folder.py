@@ -36,11 +36,6 @@ def previous_folder(path: Path) -> Path:
     return path.with_name(path.name + ".previous")
 
 
-def removed_folder(path: Path) -> Path:
-    """Return what a folder is called while it is removed."""
-    return path.with_name(path.name + ".removed")
-
-
 def is_checkpoint(folder: Path) -> bool:
     """Whether a save came to its end in ``folder``, ours or one of ``torch.distributed.checkpoint``."""
     return (folder / MANIFEST).is_file() or (folder / DCP_INDEX).is_file()
@@ -88,7 +83,7 @@ def _put_aside(path: Path) -> None:
 
 def remove(folder: Path) -> None:
     """Remove a checkpoint, if it is there; if that is cut off, no part of it is taken for one."""
-    away = removed_folder(folder)
+    away = folder.with_name(folder.name + ".removed")
     shutil.rmtree(away, ignore_errors=True)
     if folder.exists():
         folder.rename(away)
@@ -106,11 +101,6 @@ def _sync_folder(folder: Path) -> None:
 def place_of(folder: Path, iteration: int) -> Path:
     """Return where the checkpoint of an iteration lies; names are in the order of iterations."""
     return folder / f"iteration-{iteration:010d}"
-
-
-def superseded_folder(path: Path) -> Path:
-    """Return where a checkpoint goes that a training went back behind."""
-    return path.with_name(path.name + ".superseded")
 
 
 def check_keepable(folder: Path) -> None:
@@ -148,7 +138,7 @@ def prune(newest: Path, *, keep: int) -> None:
     last = _iteration_of(newest)
     for path in _iterations(newest.parent):
         if _iteration_of(path) > last:
-            aside = superseded_folder(path)
+            aside = path.with_name(path.name + ".superseded")
             remove(aside)
             path.rename(aside)
     for path in candidates(newest.parent)[keep:]:
