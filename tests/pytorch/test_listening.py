@@ -12,7 +12,7 @@ from syncline.errors import ConfigurationError, RendezvousError
 from syncline.pytorch import connecting
 from syncline.pytorch.connecting import connect
 from syncline.pytorch.environment import Arguments, Environment, read_environment
-from syncline.pytorch.stores import LocalStore, TorchStore
+from syncline.pytorch.stores import TorchStore
 from syncline.testing import run_threads
 
 
@@ -60,5 +60,5 @@ def test_rank_0_says_where_it_waits_that_a_name_is_its_loopback(name: str, is_to
     given = Arguments(rank=0, world_size=2, master=f"{name}:29500", connect_timeout_s=0.3)
     read = read_environment({}, given)
     with pytest.raises(RendezvousError, match="rank 1 did not come") as raised:
-        connect(read._replace(fabric=replace(read.fabric, address="127.0.0.1")), lambda _: LocalStore())
+        connect(read._replace(fabric=replace(read.fabric, address="127.0.0.1")), lambda _: TorchStore(dist.HashStore()))
     assert (f"{name} means loopback on this host" in str(raised.value)) == is_told

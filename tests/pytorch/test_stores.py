@@ -13,7 +13,7 @@ from rank_scripts import reserved_port, run_script
 from syncline.errors import ConfigurationError, RendezvousError
 from syncline.fabric import FabricOptions
 from syncline.pytorch.environment import Environment, read_environment
-from syncline.pytorch.stores import LocalStore, _listen, open_store
+from syncline.pytorch.stores import TorchStore, _listen, open_store
 
 SCRIPT = Path(__file__).with_name("fleet_process.py")
 ELSEWHERE = "192.0.2.7"
@@ -42,7 +42,7 @@ def port() -> Iterator[int]:
 
 
 def test_one_rank_needs_no_store() -> None:
-    assert isinstance(open_store(read_environment({})), LocalStore)
+    assert isinstance(open_store(read_environment({})), TorchStore)
 
 
 def test_who_never_answers_is_waited_for_until_the_deadline(silent: int) -> None:

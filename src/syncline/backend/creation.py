@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from syncline.backend import NAME
 from syncline.backend.calls import GroupCalls
 from syncline.backend.group_state import GroupState, open_part
 from syncline.backend.group_streams import GroupStreams
@@ -21,7 +20,7 @@ from syncline.errors import ConfigurationError
 from syncline.fabric.slice_executor import NUM_STREAMS
 from syncline.pytorch.connecting import choose_interface, connect, with_address
 from syncline.pytorch.environment import UNWRITTEN, Arguments, BackendOptions, Environment, read_environment
-from syncline.pytorch.stores import LocalStore, TorchStore
+from syncline.pytorch.stores import TorchStore
 from syncline.runtime import Communicator
 from syncline.topology import Topology
 from syncline.updates.combinations import WRITE_ONE, Combination, TrainingRequest, check_combinations
@@ -162,7 +161,7 @@ def _restrict(environment: Environment, ranks: list[int]) -> Environment:
 
 
 def _connect(environment: Environment, torch_store: Any) -> Communicator:
-    store: TorchStore = LocalStore()
+    store = TorchStore(HashStore())
     if environment.world_size > 1:
         store = TorchStore(PrefixStore("syncline", torch_store))
         environment = choose_interface(environment, store, torch_store)
@@ -188,7 +187,3 @@ class SynclineProcessGroup(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"<SynclineProcessGroup {self.group_name!r}: {self.state.communicator!r}>"
-
-    def getBackendName(self) -> str:  # noqa: N802 - PyTorch's own name
-        """Return the name that the backend is registered by."""
-        return NAME

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
@@ -22,7 +23,7 @@ from syncline.priorities.forward_timing import BACKWARD_PER_FORWARD
 from syncline.priorities.meter import StepMeter
 from syncline.pytorch.backward import tensors_in
 from syncline.pytorch.flatten import check_parameters, flatten, plan_model
-from syncline.pytorch.stores import LocalStore
+from syncline.pytorch.stores import TorchStore
 from syncline.pytorch.waiting import WaitingParameters
 from syncline.runtime import Communicator
 from syncline.schedule import Collective
@@ -140,7 +141,7 @@ def _busy_cores(model: nn.Module, arguments: tuple[Any, ...], forward_s: float) 
 def measure_moving() -> float:
     """Return the core-seconds that a byte takes which is sent or received, sums included: the best of a few runs."""
     options = FabricOptions(secret=bytes(32), authenticate_frames=True, shares_memory=False, address="127.0.0.1")
-    topology, store = Topology.flat(NUM_RANKS, rate=1.25e9), LocalStore()
+    topology, store = Topology.flat(NUM_RANKS, rate=1.25e9), TorchStore(HashStore())
     connect = partial(Communicator.connect, world_size=NUM_RANKS, topology=topology, store=store, options=options)
     with ThreadPoolExecutor(NUM_RANKS) as pool, ExitStack() as stack:
         connecting = [pool.submit(connect, rank=rank) for rank in range(NUM_RANKS)]

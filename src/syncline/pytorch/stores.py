@@ -57,13 +57,6 @@ class TorchStore:
         return bytes(self._store.get(key))
 
 
-class LocalStore(TorchStore):
-    """The store of a job of one rank."""
-
-    def __init__(self) -> None:
-        super().__init__(HashStore())
-
-
 def open_store(environment: Environment) -> TorchStore:
     """Open the store of the job: the agent's, that of torch.distributed, or one that rank 0 serves.
 
@@ -71,7 +64,7 @@ def open_store(environment: Environment) -> TorchStore:
     ``environment.fabric.connect_s``.
     """
     if environment.world_size == 1:
-        return LocalStore()
+        return TorchStore(HashStore())
     if dist.is_available() and dist.is_initialized():
         return store_of_group()
     assert environment.master_address is not None, "checked when the environment was read"
@@ -181,11 +174,11 @@ def _listen(host: str, port: int, options: FabricOptions, *, address: str) -> so
         return _listen_on(named, port, options)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL or named == address:
-            raise _cannot_listen(named, port, error) from error
-    try:
-        return _listen_on(address, port, options)
-    except OSError as error:
-        raise _cannot_listen(address, port, error) from error
+            raise RendezvousError(
+                f"rank 0 cannot serve the store at MASTER_ADDR:MASTER_PORT {format_endpoint(named, port)}: "
+                f"{error.strerror}; give all ranks a MASTER_PORT that no other program on rank 0's host uses"
+            ) from error
+    return _listen(address, port, options, address=address)
 
 
 def _listen_on(address: str, port: int, options: FabricOptions) -> socket.socket:
@@ -199,13 +192,6 @@ def _listen_on(address: str, port: int, options: FabricOptions) -> socket.socket
         sock.close()
         raise
     return sock
-
-
-def _cannot_listen(address: str, port: int, error: OSError) -> RendezvousError:
-    return RendezvousError(
-        f"rank 0 cannot serve the store at MASTER_ADDR:MASTER_PORT {format_endpoint(address, port)}: {error.strerror}; "
-        "give all ranks a MASTER_PORT that no other program on rank 0's host uses"
-    )
 
 
 def _open_in_time(
