@@ -33,7 +33,7 @@ from syncline.errors import UpdateError
 from syncline.pytorch.outside_gradients import all_trained
 from syncline.pytorch.sync_batch_norm import find_layers
 from syncline.tensors.memory import bytes_of, pack, unpack, wide
-from syncline.updates.bucket import Bucket
+from syncline.updates.bucket import Bucket, placed
 from syncline.updates.control import ControlStream
 from syncline.updates.inner import options_of
 from syncline.updates.rule import Updater
@@ -90,7 +90,7 @@ class Consistency:
         others = self._others()
         own = [
             _checksum_of_lines(hyperparameters),
-            _checksum_of_buckets(updater.buckets),
+            _checksum_of_lines([str(_checksum(bucket.parameters)) for bucket in updater.buckets]),
             _checksum_of_lines([str(_checksum(pack([tensor]))) for tensor in others.values()]),
         ]
 
@@ -105,7 +105,10 @@ class Consistency:
         if bool(differ[0]):
             check_agreement(hyperparameters, control, head=head, remedy=SAME_OPTIONS)
         if bool(differ.any()):
-            lines = [*_describe_values(_slots(updater.buckets)), *_describe_values(others.items())]
+            own_slots = [
+                (slot.name, bucket.parameters[slot.start : slot.stop]) for bucket, slot, _ in placed(updater.buckets)
+            ]
+            lines = [*_describe_values(own_slots), *_describe_values(others.items())]
             check_agreement(lines, control, head=head, remedy=SAME_STEPS)
 
     def _others(self) -> dict[str, torch.Tensor]:
@@ -118,19 +121,10 @@ def _checksum_of_lines(lines: Sequence[str]) -> int:
     return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "big", signed=True)
 
 
-def _checksum_of_buckets(buckets: Sequence[Bucket]) -> int:
-    return _checksum_of_lines([str(_checksum(bucket.parameters)) for bucket in buckets])
-
-
 def _checksum(flat: torch.Tensor) -> int:
     """Return 64 bits of all bytes of ``flat``, wherever it lies."""
     content = bytes_of(flat.detach().cpu())
     return isal_zlib.crc32(content) << 32 | isal_zlib.adler32(content)
-
-
-def _slots(buckets: Sequence[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
-    for bucket in buckets:
-        yield from ((slot.name, bucket.parameters[slot.start : slot.stop]) for slot in bucket.plan.slots)
 
 
 def _describe_values(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
