@@ -205,7 +205,7 @@ def test_a_rank_that_is_lost_is_named_on_all() -> None:
         all_reduce(state, torch.ones(10)).wait()
         have_ended.wait(WAIT_S)
         if inner.rank == 3:
-            state.abort()
+            state.close(is_failing=True)
             return
         with pytest.raises(PeerLostError, match="rank 3"):
             all_reduce(state, torch.ones(100_000)).wait(WAIT_S)
@@ -257,7 +257,7 @@ def test_devices_that_wait_for_a_lost_rank_are_aborted() -> None:
         work = all_reduce(state, torch.ones(10))
         if inner.rank == 3:
             assert is_stuck.wait(WAIT_S)
-            state.abort()
+            state.close(is_failing=True)
             return
         if inner.rank == 2:
             assert inner.opened[0].is_called.wait(WAIT_S)

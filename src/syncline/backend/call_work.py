@@ -118,9 +118,7 @@ class CallWork(dist.Work):
         """Wait: results are in place when it is over, on a GPU in the order of the current stream."""
         self.wait()
 
-    def block_current_stream(self) -> None:
-        """Wait: what comes after it on the current stream finds the results."""
-        self.wait()
+    block_current_stream = synchronize
 
     def source_rank(self) -> int:
         """Return the group's rank from which a message came; RuntimeError for what is no receive, or not over."""
@@ -129,8 +127,7 @@ class CallWork(dist.Work):
             raise RuntimeError("only a receive that is over has a source")
         return source
 
-    def _source_rank(self) -> int:
-        return self.source_rank()
+    _source_rank = source_rank
 
     @uncompiled
     def get_future(self) -> Future[Any]:

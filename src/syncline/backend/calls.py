@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from syncline.backend import NAME
 from syncline.backend.call_work import CallWork
 from syncline.backend.group_state import GroupState
 from syncline.backend.signatures import CALLS, takes_torch_names
@@ -102,7 +104,7 @@ class GroupCalls:
         settings = _settings(opts, c10d.AllgatherOptions)  # type: ignore[attr-defined]
         several, lists = _list(inputs, "allgather_coalesced"), _lists(outputs)
         work = self.state.collectives.all_gather_coalesced(lists, several, **self._count(settings))
-        return self._begun(work, _flat(outputs), settings)
+        return self._begun(work, list(chain.from_iterable(outputs)), settings)
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> CallWork:
         """Gather the tensors of all ranks in one, in rank order."""
@@ -136,10 +138,8 @@ class GroupCalls:
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> CallWork:
         """Reduce a list of tensors over all ranks; rank k gets the k-th, which may differ in size."""
         settings = _settings(opts, c10d.ReduceScatterOptions)
-        output, lists = _only(outputs, "reduce_scatter"), _lists(inputs)
-        if len(lists) != 1:
-            raise ConfigurationError(f"reduce_scatter takes one list of tensors in a list, not {len(lists)}")
-        work = self.state.collectives.reduce_scatter(output, lists[0], settings.reduceOp, **self._count(settings))
+        output, parts = _only(outputs, "reduce_scatter"), _own_list(inputs, "reduce_scatter")
+        work = self.state.collectives.reduce_scatter(output, parts, settings.reduceOp, **self._count(settings))
         return self._begun(work, [output], settings)
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> CallWork:
@@ -240,6 +240,10 @@ class GroupCalls:
 
     # What a group is beside its calls.
 
+    def getBackendName(self) -> str:  # noqa: N802 - PyTorch's own name
+        """Return the name that the backend is registered by."""
+        return NAME
+
     def get_group_store(self) -> Any:
         """Return the store in which the group's ranks met."""
         return self.state.store
@@ -254,7 +258,7 @@ class GroupCalls:
 
     def abort(self) -> None:
         """Release everything at once; the other ranks see this one as lost."""
-        self.state.abort()
+        self.state.close(is_failing=True)
 
     def _set_sequence_number_for_group(self) -> None:
         """Begin to number the calls from here."""
@@ -310,10 +314,6 @@ def _own_list(tensors: Any, call: str) -> list[torch.Tensor]:
     if len(lists) > 1:
         raise ConfigurationError(f"{call} takes one list of tensors in a list, not {len(lists)}")
     return lists[0] if lists else []
-
-
-def _flat(lists: Any) -> list[torch.Tensor]:
-    return [tensor for inner in lists for tensor in inner]
 
 
 def _only(tensors: Any, call: str) -> torch.Tensor:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from syncline.arguments import checked
-from syncline.backend.coded_reductions import CodedReductions
 from syncline.backend.creation import state_of
 from syncline.backend.group_state import GroupState
 from syncline.errors import CheckpointError, ConfigurationError
@@ -36,11 +35,11 @@ class GroupCodec:
         self._state = state
 
     def __repr__(self) -> str:
-        return f"<GroupCodec of rank {self._state.communicator.rank}: {'off' if self._reductions is None else 'on'}>"
+        return f"<GroupCodec of rank {self._state.communicator.rank}: {'off' if self._state.coded is None else 'on'}>"
 
     def state_dict(self) -> dict[str, bytes]:
         """Return what codes lack, between two steps; waits for sums that are under way."""
-        buffer, reductions = io.BytesIO(), self._reductions
+        buffer, reductions = io.BytesIO(), self._state.coded
         torch.save({} if reductions is None else reductions.state(), buffer)
         return {self._key: buffer.getvalue()}
 
@@ -50,7 +49,7 @@ class GroupCodec:
 
         Raises :class:`CheckpointError` for what is no such state.
         """
-        reductions, saved = self._reductions, state_dict.get(self._key)
+        reductions, saved = self._state.coded, state_dict.get(self._key)
         try:
             found = {} if saved is None else torch.load(io.BytesIO(saved), weights_only=True)
             if reductions is not None:
@@ -63,10 +62,6 @@ class GroupCodec:
     @property
     def _key(self) -> str:
         return f"rank{self._state.communicator.rank}"
-
-    @property
-    def _reductions(self) -> CodedReductions | None:
-        return self._state.coded
 
 
 @checked

@@ -192,14 +192,6 @@ class GroupState:
         received = (self._messages or self.messages).receive(bytes_of(host), source, tag, timeout_s=self.timeout_s)
         return ReceiveWork(received, None if host is tensor else lambda: put_back(host, tensor))
 
-    def close(self) -> None:
-        """Say goodbye and release everything; those of a world close all of its groups. A second call does nothing."""
-        self._end(is_failing=False)
-
-    def abort(self) -> None:
-        """Release everything at once."""
-        self._end(is_failing=True)
-
     def interrupt(self, why: str) -> None:
         """End all calls of this group and of those of its world, because the members change; from any thread."""
         with self._lock:
@@ -208,7 +200,11 @@ class GroupState:
         for each in (self, *tuple(self._parts)):
             each.communicator.interrupt(why)
 
-    def _end(self, *, is_failing: bool) -> None:
+    def close(self, *, is_failing: bool = False) -> None:
+        """Say goodbye and release everything, or do so at once; a second call does nothing.
+
+        The groups of a world are closed with it.
+        """
         with self._lock:
             if self.is_closed or self.communicator.is_of_parent:
                 return
@@ -217,7 +213,7 @@ class GroupState:
         if self.world is self:
             self._stop_metrics()
         for part in tuple(self._parts):
-            part._end(is_failing=is_failing)
+            part.close(is_failing=is_failing)
         try:
             self._layered.close(is_failing=is_failing)
             if self.coded is not None:
@@ -234,7 +230,7 @@ class GroupState:
 
     def _close_at_exit(self) -> None:
         """After an exception, others must not wait for this rank, nor it for them."""
-        self._end(is_failing=getattr(sys, "last_value", None) is not None and self.communicator.failure is None)
+        self.close(is_failing=getattr(sys, "last_value", None) is not None and self.communicator.failure is None)
 
 
 _worlds: weakref.WeakSet[GroupState] = weakref.WeakSet()

@@ -28,10 +28,6 @@ class SynclineBackend(GroupCalls, _Backend):  # type: ignore[misc]  # mypy sees 
         super().__init__(communicator.rank, communicator.world_size)
         self.state = state
 
-    def getBackendName(self) -> str:  # noqa: N802 - PyTorch's own name
-        """Return the name that the backend is registered by."""
-        return NAME
-
     @property
     def supports_splitting(self) -> bool:
         """A mesh splits its group, where that was made with ``device_id=``."""

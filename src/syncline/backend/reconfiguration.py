@@ -178,7 +178,7 @@ class WorldGrowth:
         if state is not None:
             self._note_streams(state)
             state.owner = None  # which goes on
-            state.abort()
+            state.close(is_failing=True)
             state.owner = self
 
     def _find_loss(self) -> BaseException | None:
