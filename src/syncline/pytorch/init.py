@@ -13,7 +13,6 @@ from typing import Any
 
 from syncline.arguments import Seconds, checked
 from syncline.errors import ConfigurationError
-from syncline.fabric import FabricOptions
 from syncline.late_imports import without_collections
 from syncline.observe import Trace
 from syncline.pytorch.connecting import choose_interface, connect, is_exposed, with_address, with_secret
@@ -24,7 +23,6 @@ from syncline.pytorch.environment import (
     Environment,
     find_group,
     read_environment,
-    with_times,
 )
 from syncline.pytorch.epochs import FleetGrowth
 from syncline.pytorch.fleet import Fleet, check_first, enter_fleet
@@ -34,6 +32,10 @@ from syncline.pytorch.stores import open_store, store_of_group
 from syncline.runtime import CommunicationLoop, joining
 from syncline.topology import Topology
 from syncline.updates.private_torch import default_store
+
+_TIMES = ("heartbeat_s", "suspect_s", "dead_s", "stall_s", "held_s", "handshake_s", "connect_s")
+_TAKEN_OVER = ("authenticate_frames", *_TIMES)
+"""What a newcomer's fabric has from the job, whatever it was told itself."""
 
 
 @checked
@@ -191,7 +193,8 @@ def _open_ways(
         topology=_text_of(environment.topology),
     )
     terms = entry.ask()
-    environment = with_address(_adopted(environment._replace(topology=None), terms))
+    fabric = replace(environment.fabric, **{name: terms[name] for name in _TAKEN_OVER})
+    environment = with_address(environment._replace(topology=None, fabric=fabric))
     service.adopt(environment.fabric, terms)
     entry.options = environment.fabric
     return environment, service, entry
@@ -200,25 +203,9 @@ def _open_ways(
 def _listen(environment: Environment) -> joining.Growth:
     return joining.Growth(
         with_secret(environment.fabric),
-        terms=_terms(environment.fabric),
+        terms={name: getattr(environment.fabric, name) for name in _TAKEN_OVER},
         port=environment.join_port or 0,
     )
-
-
-def _terms(options: FabricOptions) -> dict[str, Any]:
-    return {
-        "authenticates_frames": options.authenticate_frames,
-        "connect_timeout_s": options.connect_s,
-        "silence_s": options.dead_s,
-        "timeout_s": options.held_s,
-        "stall_s": options.stall_s,
-    }
-
-
-def _adopted(environment: Environment, terms: Any) -> Environment:
-    names = ("connect_timeout_s", "silence_s", "timeout_s", "stall_s")
-    options = replace(environment.fabric, authenticate_frames=terms["authenticates_frames"])
-    return environment._replace(fabric=with_times(options, **{name: float(terms[name]) for name in names}))
 
 
 def _text_of(topology: Any) -> str | None:
