@@ -125,8 +125,7 @@ class _Doors:
     """Where the ranks of this machine let newcomers in, if the job is elastic."""
 
     elastic: Elasticity | None
-    is_whole: bool = True
-    join: str | None = None
+    job: Job
     near: Mapping[int, str] = field(default_factory=dict)
     """By rank, as the others of this machine reach it."""
     far: str | None = None
@@ -142,22 +141,23 @@ class _Doors:
             "SYNCLINE_MIN_RANKS": str(self.elastic.min_ranks or 1),
             JOIN_PORT: str(self.ports[rank]),
         }
-        return told if self.join is None else told | {JOIN: self.join}
+        return told if self.job.join is None else told | {JOIN: self.job.join}
 
     def limits(self, limits: Limits, restarts: RestartLimits) -> Limits:
         """Let survivors of an elastic job go on, and those that fail join them again."""
         if self.elastic is None:
             return limits
         # of a job that has ranks elsewhere too, nobody here knows how many are left
-        min_ranks = (self.elastic.min_ranks or 1) if self.is_whole else 1
-        return replace(limits, grace_s=math.inf, rejoins=restarts, min_ranks=min_ranks, is_whole=self.is_whole)
+        is_whole = self.job.is_whole
+        min_ranks = (self.elastic.min_ranks or 1) if is_whole else 1
+        return replace(limits, grace_s=math.inf, rejoins=restarts, min_ranks=min_ranks, is_whole=is_whole)
 
 
 @contextmanager
 def open_doors(elastic: Elasticity | None, job: Job, restarts: RestartLimits) -> Iterator[_Doors]:
     """Choose a port for each rank, which no other program gets as long as this lasts."""
     if elastic is None:
-        yield _Doors(elastic=None)
+        yield _Doors(elastic=None, job=job)
         return
     shared = only_port(parse_ports(process_variables().get("SYNCLINE_PORTS", "")))
     join_port = elastic.join_port or shared
@@ -182,8 +182,7 @@ def open_doors(elastic: Elasticity | None, job: Job, restarts: RestartLimits) ->
             far = format_endpoint(job.master_address, join_port)
         yield _Doors(
             elastic=elastic,
-            is_whole=job.is_whole,
-            join=job.join,
+            job=job,
             near={rank: format_endpoint(address, port) for rank, port in ports.items()},
             far=far,
             ports=ports,

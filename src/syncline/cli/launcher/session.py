@@ -337,9 +337,7 @@ class Runner:
         handle = self.handles.pop(rank)
         self._loop.remove_reader(handle.pidfd)
         how = handle.take_exit()
-        for stream in self._streams.pop(rank):
-            self._loop.remove_reader(stream.descriptor)
-            stream.close(self._loop.time())
+        self._close_streams(rank)
         for newcomer in tuple(self._newcomers):  # one that wrote nothing may have come in too
             self._learn_number(newcomer)
         self._words.pop(rank, None)
@@ -449,10 +447,13 @@ class Runner:
             self._loop.remove_reader(handle.pidfd)
             handle.send_signal(signal.SIGKILL)
             handle.take_exit()
-            for stream in self._streams.pop(rank, []):
-                self._loop.remove_reader(stream.descriptor)
-                stream.close(self._loop.time())
+            self._close_streams(rank)
         self.handles.clear()
+
+    def _close_streams(self, rank: int) -> None:
+        for stream in self._streams.pop(rank):
+            self._loop.remove_reader(stream.descriptor)
+            stream.close(self._loop.time())
 
 
 def run_job(session: Session, terminal: Terminal) -> int:
