@@ -113,7 +113,7 @@ def chunks(content: Any) -> list[Any]:
     ("change", "told"),
     [
         (lambda one: chunks(one)[0].update(offset=[-1, 0]), "greater than or equal to 0"),
-        (lambda one: chunks(one)[0].update(offset=[1, 0]), "beyond its tensor"),
+        (lambda one: chunks(one)[0].update(offset=[1, 0]), "reach beyond"),
         (lambda one: chunks(one)[0].update(start=1 << 40), "are meant, which has"),
         (lambda one: chunks(one)[0].update(file="../elsewhere"), "lies in its folder itself"),
         (lambda one: chunks(one)[0].update(file="__9_0.distcp"), "none of the files"),

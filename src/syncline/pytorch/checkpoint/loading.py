@@ -261,7 +261,8 @@ def _load(
 
 
 def _model_chunks(contents: CheckpointContents, targets: Mapping[str, torch.Tensor], *, strict: bool) -> list[Chunk]:
-    stored, names = contents.model_names, set(targets)
+    prefix, names = contents.model_prefix, set(targets)
+    stored = {name.removeprefix(prefix) for name in contents.table.tensors if name.startswith(prefix)}
     if strict and names != stored:
         missing, unknown = sorted(names - stored)[:5], sorted(stored - names)[:5]
         raise CheckpointError(
@@ -269,7 +270,7 @@ def _model_chunks(contents: CheckpointContents, targets: Mapping[str, torch.Tens
             "the model lacks"
         )
     chunks = [Chunk.whole(name, value) for name, value in targets.items() if name in stored]
-    return [replace(chunk, name=f"{contents.model_prefix}{chunk.name}") for chunk in chunks]
+    return [replace(chunk, name=f"{prefix}{chunk.name}") for chunk in chunks]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,12 +281,6 @@ class CheckpointContents:
     manifest: CheckpointManifest
     model_prefix: str = MODEL_PREFIX
     state_prefix: str = STATE_PREFIX
-
-    @property
-    def model_names(self) -> set[str]:
-        """Names of the model's tensors."""
-        prefix = self.model_prefix
-        return {name.removeprefix(prefix) for name in self.table.tensors if name.startswith(prefix)}
 
 
 def _read_contents(
