@@ -403,6 +403,9 @@ _OTHERS: tuple[Launcher, ...] = (open_mpi, mpich, skypilot, dstack, train_job, s
 def torchrun(values: Mapping[str, str]) -> Place | None:
     """Read ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.
 
+    A worker of Ray Train finds the same ones. Ray has made a process group before the user's function runs, so its
+    ranks meet at that group's store.
+
     >>> place = torchrun({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a0", "MASTER_PORT": "29500"})
     >>> place.rank, place.world_size, place.master_address
     (1, 2, 'a0')
@@ -421,27 +424,14 @@ def torchrun(values: Mapping[str, str]) -> Place | None:
     return check_place(place, "RANK")
 
 
-def ray_train(values: Mapping[str, str]) -> Place | None:
-    """Read what a worker of Ray Train finds: torchrun's variables with ``NODE_RANK`` in place of ``GROUP_RANK``.
-
-    Ray has made a process group before the user's function runs, so the ranks meet at that group's store.
-    """
-    if not values.get("NODE_RANK") or values.get("GROUP_RANK"):
-        return None
-    return torchrun(values)
-
-
-_NAMED: tuple[Launcher, ...] = (ray_train, torchrun)
-LAUNCHERS = _NAMED + _OTHERS
+LAUNCHERS = (torchrun, *_OTHERS)
 """In the order in which they are asked."""
 
 
 def find_place(values: Mapping[str, str]) -> Place:
     """Return the process's place; :class:`ConfigurationError` names the variable that is wrong or leaves it open."""
-    for launcher in _NAMED:
-        named = launcher(values)
-        if named is not None:
-            return named
+    if (named := torchrun(values)) is not None:
+        return named
     if values.get("WORLD_SIZE"):
         return _of_size(whole_number(values, "WORLD_SIZE", 1), values)
     for launcher in _OTHERS:

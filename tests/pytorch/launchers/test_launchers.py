@@ -23,7 +23,6 @@ from syncline.pytorch.launchers import (
     job_set,
     mpich,
     open_mpi,
-    ray_train,
     skypilot,
     srun,
     torchrun,
@@ -154,7 +153,6 @@ def test_a_launcher_of_one_process_starts_a_job_of_one(name: str) -> None:
     ("launcher", "names"),
     [
         (torchrun, {"torchrun", "torchrun-in-srun", "ray-train", "jobset"}),
-        (ray_train, {"ray-train"}),
         (open_mpi, {"open-mpi", "open-mpi-two-hosts", "mpirun-in-slurm"}),
         (mpich, {"mpich", "srun-pmi2"}),
         (skypilot, {"skypilot"}),
