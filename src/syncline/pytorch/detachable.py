@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, ClassVar
 
 
 def _no_hook(*_: Any) -> None:
     """Do nothing: what a hook becomes in a copy of the model."""
 
 
-def _plain() -> Callable[..., None]:
-    return _no_hook
-
-
-def _plain_context() -> Callable[..., AbstractContextManager[None]]:
-    return nullcontext
-
-
 class Hook:
     """Calls ``function`` with ``bound`` before the hook's own arguments. Copies of it do nothing."""
 
     __slots__ = ("bound", "function")
+    plain: ClassVar[Callable[..., Any]] = staticmethod(_no_hook)
 
     def __init__(self, function: Callable[..., Any], *bound: Any) -> None:
         self.function = function
@@ -33,19 +27,14 @@ class Hook:
         return self.function(*self.bound, *args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return _no_hook
+        return self.plain
 
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., Any]], tuple[()]]:
-        return _plain, ()
+    def __reduce__(self) -> tuple[Any, tuple[Callable[..., Any]]]:
+        return partial, (self.plain,)
 
 
 class ContextMethod(Hook):
     """A method that returns a context manager; in a copy of the model the context does nothing."""
 
     __slots__ = ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return nullcontext
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., Any]], tuple[()]]:
-        return _plain_context, ()
+    plain = nullcontext
