@@ -11,9 +11,17 @@ from contextlib import contextmanager
 
 from syncline.observe.trace import Trace, align_events, gather_events, merge_traces
 
-__all__ = ["Trace", "align_events", "gather_events", "merge_traces", "tell_if_long"]
+__all__ = ["Trace", "align_events", "gather_events", "merge_traces", "say", "tell_if_long"]
 
 FIRST_S, EVERY_S = 2.0, 10.0
+
+
+def say(line: str) -> None:
+    """Write a line of the library's own to standard error, at once.
+
+    >>> say("the network is measured")
+    """
+    print(f"syncline: {line}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -38,7 +46,7 @@ def tell_if_long(
         while not is_over.wait(pause_s):
             text = what if isinstance(what, str) else what()
             with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-                print(f"syncline: {text} ({time.monotonic() - start_s:.0f} s)", file=sys.stderr, flush=True)
+                say(f"{text} ({time.monotonic() - start_s:.0f} s)")
             pause_s = EVERY_S
 
     thread = threading.Thread(target=tell, name="syncline-long-work", daemon=True)

@@ -28,7 +28,7 @@ from syncline.fabric.rendezvous import Member
 from syncline.fabric.shared_port import lending
 from syncline.fabric.sockets import resolve_address
 from syncline.last_words import leave_at_exit, tell
-from syncline.observe import Trace, tell_if_long
+from syncline.observe import Trace, say, tell_if_long
 from syncline.pytorch.environment import FLAT, MEASURE, Environment, address_of
 from syncline.pytorch.secret import user_secret
 from syncline.runtime import Communicator, match_topology
@@ -112,10 +112,9 @@ def _connect(environment: Environment, open_store: Callable[[Environment], Store
             topology, is_in_doubt = _discover(environment, topology, store, timeout_s=left_s())
             end_s = time.monotonic() + options.connect_s  # all are here, and have the time once more
         elif environment.rank == 0:
-            print(
-                f"syncline: more than {discovery.MOST_HOSTS} hosts are not measured, and one switch is taken for their "
-                "network, which is slow on uneven racks; give a topology",
-                file=sys.stderr,
+            say(
+                f"more than {discovery.MOST_HOSTS} hosts are not measured, and one switch is taken for their network, "
+                "which is slow on uneven racks; give a topology"
             )
     trace = _open_trace(environment, topology)
     communicator = _open(environment, topology, store, trace=trace, timeout_s=left_s())
@@ -142,12 +141,10 @@ def _tell_untold(communicator: Communicator, chosen: Topology | Literal["flat"] 
     told = {peer: topology.round_trip_s(own, peer) for peer in trips}
     peer = max(trips, key=lambda peer: trips[peer] - told[peer], default=own)
     if peer != own and trips[peer] > told[peer] + UNTOLD_S:
-        print(
-            f"syncline: from rank {own} to rank {peer} (host {topology.host_of(peer).name}) and back it takes "
+        say(
+            f"from rank {own} to rank {peer} (host {topology.host_of(peer).name}) and back it takes "
             f"{format_duration(trips[peer])}, but {format_duration(told[peer])} by the topology, so slow links idle in "
-            "large calls; write the latency of these links into it, or give none: then it is measured",
-            file=sys.stderr,
-            flush=True,
+            "large calls; write the latency of these links into it, or give none: then it is measured"
         )
 
 
@@ -169,7 +166,7 @@ def _discover(environment: Environment, flat: Topology, store: Store, *, timeout
         folder = discovery.discovery_folder(process_variables())
         found = discovery.discover_network(communicator, folder=folder, recalls=environment.topology != MEASURE)
     if environment.rank == 0:
-        print(f"syncline: {found}", file=sys.stderr, flush=True)
+        say(str(found))
     return schedule.with_gateways_chosen(found.topology), found.is_in_doubt
 
 

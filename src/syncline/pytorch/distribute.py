@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import nn
 from syncline.arguments import Whole, checked
 from syncline.errors import CheckpointError, UpdateError
 from syncline.members import Elastic
+from syncline.observe import say
 from syncline.priorities.settings import Priorities
 from syncline.pytorch.checkpoint.group import again_if_members_change
 from syncline.pytorch.checkpoint.loading import resume_together
@@ -211,4 +211,4 @@ def _reason(fleet: Fleet) -> str:
 
 def _say(fleet: Fleet, what: str) -> None:
     name = fleet.base.topology.host_of(fleet.base.rank).name
-    print(f"syncline: rank {fleet.members[fleet.rank]} (host {name}) {what}", file=sys.stderr, flush=True)
+    say(f"rank {fleet.members[fleet.rank]} (host {name}) {what}")

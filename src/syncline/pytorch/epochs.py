@@ -19,7 +19,6 @@ so wherever they meet a loss, all that are left have the same to go on with.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -42,6 +41,7 @@ from syncline.members import (
     QuorumLostError,
     describe_ranks,
 )
+from syncline.observe import say
 from syncline.runtime import Communicator, joining
 from syncline.topology import Topology
 from syncline.updates.control import ControlStream
@@ -217,10 +217,7 @@ class Recovery:
         """Tell that training goes on from a checkpoint, and let watchers be told at once."""
         self._settled = [replace(change, iteration=iteration) for change in self._settled]
         if self._fleet.communicator.rank == 0:
-            line = (
-                f"state of lost ranks is gone; training goes back from step {before} to the checkpoint of {iteration}"
-            )
-            print(f"syncline: {line}", file=sys.stderr, flush=True)
+            say(f"state of lost ranks is gone; training goes back from step {before} to the checkpoint of {iteration}")
 
     def enter_fabric(self) -> Regroup | None:
         """Agree on the fleet's new fabric from now on; return who agreed on the one before, for its owner to close."""
@@ -317,8 +314,7 @@ class Recovery:
             steps = f" in step {self._parts[0].iteration + 1}" if self._parts else ""
             left = f"{go.epoch.world_size} ranks go on" if go.epoch.world_size > 1 else "one rank goes on"
             verb = "left" if all(loss.has_left for loss in go.lost.values()) else "lost"
-            line = f"{names} {verb}{steps}; {left} in epoch {go.epoch.number} ({escape_text(str(cause))})"
-            print(f"syncline: {line}", file=sys.stderr, flush=True)
+            say(f"{names} {verb}{steps}; {left} in epoch {go.epoch.number} ({escape_text(str(cause))})")
 
 
 def _close(regroup: Regroup | None) -> None:
@@ -545,7 +541,7 @@ class FleetGrowth:
             admitted = entry.enter(growing.lines, growing.period * self._fleet.communicator.timeout_s)
         except EOFError:
             where = ", ".join(format_endpoint(*address) for address in entry.addresses)
-            print(f"syncline: the job at {where} ended before this process could join it", file=sys.stderr, flush=True)
+            say(f"the job at {where} ended before this process could join it")
             self._fleet.close()
             raise SystemExit(0) from None
         entry.close()
@@ -637,11 +633,7 @@ class FleetGrowth:
         fleet.communicator.trace.instant(f"epoch {fleet.epoch.number}", "communication", members=list(members))
         if fleet.communicator.rank == 0:
             come = f"{name_ranks(joined)} came in after step {step}"
-            print(
-                f"syncline: {come}; {len(members)} ranks go on in epoch {fleet.epoch.number}",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"{come}; {len(members)} ranks go on in epoch {fleet.epoch.number}")
         epoch = fleet.epoch.number
         change = MembershipChange(epoch=epoch, members=members, lost=(), joined=joined, iteration=step + 1)
         self._recovery.tell(change)

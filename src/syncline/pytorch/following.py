@@ -20,6 +20,7 @@ import torch
 
 from syncline import discovery
 from syncline.errors import UpdateError
+from syncline.observe import say
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.installation import Installation
 from syncline.topology import Topology
@@ -151,7 +152,7 @@ class RateFollower:
         if self._fleet.rank == 0:
             if is_unknown:  # no rates to follow, and none for the next job
                 discovery.forget(discovery.discovery_folder(process_variables()), trial.one_switch)
-            print(f"syncline: {trial}", file=sys.stderr, flush=True)
+            say(str(trial))
 
     def _plan_on(self, topology: Topology) -> None:
         trainings = [each for each in self.trainings if each.training is not None]
@@ -200,7 +201,7 @@ class RateFollower:
         self._fleet.trace.instant("rates of links", "communication", changed=changed)
         if self._fleet.rank == 0 and changed:
             what = f"links have other rates: {', '.join(changed)}; planned again"
-            print(f"syncline: after step {step} {what} ({seconds:.1f} s)", file=sys.stderr, flush=True)
+            say(f"after step {step} {what} ({seconds:.1f} s)")
 
 
 def follow_rates(installation: Installation) -> RateFollower | None:

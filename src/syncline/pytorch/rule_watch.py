@@ -9,10 +9,10 @@ compute, so a party that holds the others up is named.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 
+from syncline.observe import say
 from syncline.pytorch.installation import Installation
 from syncline.schedule import Collective, CostModel, lower_bound
 from syncline.schedule.period import USUAL, shortest_period
@@ -64,7 +64,7 @@ class RuleWatch:
             told = other_rule(rule, fleet.topology, num_bytes, step_s, min(waited_s, step_s))
         if told:
             fleet.trace.instant(told, "lookout")
-            print(f"syncline: {told}", file=sys.stderr, flush=True)
+            say(told)
 
 
 def own_pace(speeds: Sequence[float], parties: Sequence[Sequence[int]], topology: Topology) -> str:
