@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 from typing import Any, NoReturn
 
 import torch
@@ -34,7 +35,7 @@ def gather_state(updater: Updater) -> dict[int, Any]:
     tensors = {slot.name: tensor for _, slot, tensor in placed(updater.buckets)}
     state = {
         number: {**whole.get(tensors[name], {}), **divided.get(name, {})}
-        for name, number in sorted(_numbers(updater).items(), key=_second)
+        for name, number in sorted(_numbers(updater).items(), key=itemgetter(1))
     }
     return {number: values for number, values in state.items() if values}
 
@@ -163,10 +164,6 @@ def _numbers(updater: Updater) -> dict[str, int]:
     every = [parameter for group in updater.optimizer.param_groups for parameter in group["params"]]
     number_of = {parameter: number for number, parameter in enumerate(every)}
     return {slot.name: number_of[tensor] for _, slot, tensor in placed(updater.buckets)}
-
-
-def _second(item: tuple[str, int]) -> int:
-    return item[1]
 
 
 def _singles(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,9 +62,6 @@ class OtherReductions(Protocol):
     ) -> TensorWork | None:
         """Begin one of equal parts; None if it goes the usual way."""
 
-    def close(self) -> None:
-        """Give up what is under way."""
-
 
 class TensorCollectives:
     """Begins the collectives of one rank; each method returns a work, whose ``wait()`` puts the result in place.

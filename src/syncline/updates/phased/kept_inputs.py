@@ -25,6 +25,7 @@ from syncline.updates.phased.batch_check import Given
 from syncline.updates.phased.instructions import Fetch, Forget, Instruction, Kind, Pass, Phase, Remove, Spill
 from syncline.updates.phased.micro_batches import WHOLE, Part
 from syncline.updates.phased.stage_store import StageStore, stage_file
+from syncline.updates.state import dtype_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ class Message:
 
     def encode(self) -> bytes:
         """Return the text."""
-        described = [None if one is None else [str(one.dtype)[6:], *one.shape] for one in self.payload]
+        described = [None if one is None else [str(one.dtype), *one.shape] for one in self.payload]
         return encode_record(self, tensors=described)
 
 
@@ -78,9 +79,7 @@ def decode(text: bytes) -> tuple[Message, list[memoryview]]:
 
 def _make(described: Sequence[int | str]) -> torch.Tensor:
     name, *shape = described
-    dtype = getattr(torch, str(name))
-    assert isinstance(dtype, torch.dtype), "a text names types of tensors"
-    return torch.empty([int(size) for size in shape], dtype=dtype)
+    return torch.empty([int(size) for size in shape], dtype=dtype_of(str(name)))
 
 
 class InputStore:
