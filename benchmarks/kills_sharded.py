@@ -26,7 +26,7 @@ def main(folder: Path) -> None:
             step = optimizer.iteration
             optimizer.zero_grad()
             slow_loss_of(model, fleet.members[fleet.rank], step).backward()  # type: ignore[no-untyped-call]
-            report = optimizer.training._collector.report
+            report = optimizer.training.collector.report
             assert report is not None
             assert report.ranks is not None
             counted = fleet.numbers_of(report.ranks)

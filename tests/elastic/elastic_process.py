@@ -150,7 +150,7 @@ def train(folder: Path, num_steps: int, told: list[str], rule: Any, elastic: Any
             optimizer.zero_grad()
             loss_of(model, batch(rank, step)).backward()
             deaths.at("between")
-            counted = optimizer.training._collector.report.ranks
+            counted = optimizer.training.collector.report.ranks
             optimizer.step()
             entry = {
                 "step": step,

@@ -179,7 +179,7 @@ class GrowingJob:
                 raise DiedError
             optimizer.zero_grad()
             loss_of(model, batch(number, step), step).backward()
-            counted = self.counted[step] = fleet.numbers_of(optimizer.training._collector.report.ranks)
+            counted = self.counted[step] = fleet.numbers_of(optimizer.training.collector.report.ranks)
             optimizer.step()
             # all count the same steps so: of one loss a rank may hear at the end of a step, and another in the next
             has_changed = number >= self.members or any(change.iteration <= step for change in changes)

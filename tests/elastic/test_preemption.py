@@ -59,7 +59,7 @@ def train(fleet, rule, told, wish, *, folder=None, elastic=True):
             fleet.preemption.receive(signal.SIGTERM)
         loss_of(model, rank, step).backward()
         # whose batches counted: who is a member when step() returns may have changed since
-        made.append(optimizer.training._collector.report.ranks or fleet.members)
+        made.append(optimizer.training.collector.report.ranks or fleet.members)
         optimizer.step()
         optimizer.zero_grad()
     optimizer.synchronize()

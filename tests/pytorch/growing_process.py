@@ -84,7 +84,7 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
         distributed.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         # members once the step is made are told by none: some ranks may hear within it of a loss that follows it
-        counted = fleet.numbers_of(distributed.training._collector.report.ranks)
+        counted = fleet.numbers_of(distributed.training.collector.report.ranks)
         distributed.step()
         tell([step, counted, digest(model), distributed.param_groups[0]["lr"]])
         # all count the same steps so: of one loss a rank may hear at the end of a step, and another in the next

@@ -108,7 +108,7 @@ class Job:
 
 def expect_total(optimizer: Any, total: float) -> None:
     """Let the first pass be weighted as after one of this weight."""
-    reports = optimizer.training._collector._reports
+    reports = optimizer.training.collector._reports
     original, totals = reports.expected_total, [total]
     reports.expected_total = lambda weight: totals.pop() if totals else original(weight)
 

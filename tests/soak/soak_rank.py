@@ -165,7 +165,7 @@ def counted_in(optimizer: Any) -> tuple[int, ...]:
     """
     if not isinstance(optimizer, DistributedOptimizer):
         return ()
-    return optimizer.training._collector.report.ranks or ()
+    return optimizer.training.collector.report.ranks or ()
 
 
 def hold_interpreter(seconds: float) -> None:

@@ -73,7 +73,7 @@ class GradientCollector:
         self._before = before
         self._after = after
         self._sparse_positions = sparse.positions if sparse is not None else frozenset()
-        self._contributions = Contributions(self._buckets, sparse=self._sparse_positions)
+        self.contributions = Contributions(self._buckets, sparse=self._sparse_positions)
         num_parameters = sum(len(bucket.plan.slots) for bucket in self._buckets)
         self._expected = [1] * num_parameters
         self._fired = [0] * num_parameters
@@ -97,11 +97,6 @@ class GradientCollector:
             self._hear(parameter, partial(self._on_gradient, bucket, slot, parameter))
         for parameter in outside.candidates:
             self._hear(parameter, partial(self._on_outside, parameter))
-
-    @property
-    def has_contributions(self) -> bool:
-        """Whether the next pass brings what was contributed."""
-        return bool(self._contributions.positions)
 
     def remove(self) -> None:
         """Take the hooks away."""
@@ -145,7 +140,7 @@ class GradientCollector:
                 "contribute() came after the backward pass that it belongs to began, or before the gradients of the "
                 "last step were dropped; call it before backward(), and zero_grad() after step()"
             )
-        self._contributions.add(gradients, num_samples)
+        self.contributions.add(gradients, num_samples)
 
     def run_empty(self) -> None:
         """Take part in a pass without a backward pass: what was contributed, else no weight and zeros."""
@@ -215,9 +210,9 @@ class GradientCollector:
         if self._sparse is not None:
             self._sparse.start_pass()
         self.last_weight = weight
-        self._expected_total = self._reports.expected_total(weight + self._contributions.weight)
+        self._expected_total = self._reports.expected_total(weight + self.contributions.weight)
         self._scale = weight / self._expected_total
-        self._updater.weigh(weight + self._contributions.weight, self._expected_total)
+        self._updater.weigh(weight + self.contributions.weight, self._expected_total)
         self._fired = [0] * len(self._fired)
         self._remaining = [sum(self._expected[slot.position] for slot in bucket.plan.slots) for bucket in self._buckets]
         self._is_running = True
@@ -282,7 +277,7 @@ class GradientCollector:
         for bucket in self._buckets:
             if not has_left[bucket.index]:
                 self._leave(bucket)
-        contributed = self._contributions
+        contributed = self.contributions
         present = [
             (fired > 0 and self.last_weight > 0) or position in contributed.positions
             for position, fired in enumerate(self._fired)
@@ -307,7 +302,7 @@ class GradientCollector:
     def _leave(self, bucket: Bucket, *, is_early: bool = False) -> None:
         """Hand a complete bucket to the update rule; early, if this rank's own pass made all of it."""
         self._take(bucket)
-        self._contributions.join(bucket, 1.0 / self._expected_total)
+        self.contributions.join(bucket, 1.0 / self._expected_total)
         self._watch.look(bucket)
         bucket.has_left_early = is_early
         self._updater.reduce(bucket)

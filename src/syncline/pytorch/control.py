@@ -140,7 +140,7 @@ def batch_size(num_samples: float, model: nn.Module | None = None) -> None:
     if not trainings:
         raise UpdateError(f"batch_size({num_samples:g}) counts for a model in training; call distribute() before")
     for training in trainings:
-        training.batch_size(num_samples)
+        training.samples.tell(num_samples)
 
 
 @checked

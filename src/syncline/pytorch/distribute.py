@@ -93,7 +93,6 @@ def distribute(
         installation.install(),
         save_as_told=_save_as_told,
         elastic=installation.elastic_training,
-        recovery=fleet.recovery,
     )
     fleet.on_close(installation.end)
     distributed.heed = partial(heed, fleet, distributed)

@@ -216,7 +216,7 @@ class Installation:
         self._layers = ()
         if (self.fleet.world_size > 1 or going_on is not None) and find_layers(training.model):
             (control,) = _open_control_streams(self.fleet, 1, going_on)
-            self._layers = synchronise_layers(training.model, control, lambda: training.loss_weight)
+            self._layers = synchronise_layers(training.model, control, lambda: training.samples.so_far)
         if going_on is not None:
             if self.elastic_training is not None:
                 going_on.load = self.elastic_training.load

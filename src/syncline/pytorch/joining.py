@@ -22,7 +22,7 @@ from syncline.updates.control import ControlStream
 from syncline.updates.inner import options_of
 from syncline.updates.rule import Updater
 
-_DONE, _PASS, _CLIP, _STEP, _SAVE = 0.0, 1.0, 2.0, 3.0, 4.0
+_DONE, PASS, CLIP, _STEP, SAVE = 0.0, 1.0, 2.0, 3.0, 4.0
 
 Save = Callable[[Mapping[str, Any]], None]
 """Takes part in writing a checkpoint, as another rank has told it."""
@@ -67,21 +67,9 @@ class Joining:
         self._control = control
         self._optimizer = optimizer
 
-    def announce_pass(self) -> None:
-        """Say that a backward pass of this rank begins."""
-        self._announce(_PASS)
-
-    def announce_clip(self, max_norm: float, norm_type: float) -> None:
-        """Say that this rank clips the combined gradients."""
-        self._announce(_CLIP, {"max_norm": max_norm, "norm_type": norm_type})
-
     def announce_step(self) -> None:
         """Say that this rank makes a step, and with which hyper-parameters."""
-        self._announce(_STEP, [_hyperparameters(group) for group in self._optimizer.param_groups])
-
-    def announce_save(self, told: Mapping[str, Any]) -> None:
-        """Say that this rank writes a checkpoint, and what the others need for their part."""
-        self._announce(_SAVE, told)
+        self.announce(_STEP, [_hyperparameters(group) for group in self._optimizer.param_groups])
 
     def follow(self, training: Follower, save: Save | None = None) -> None:
         """Do what the others do, with no weight, until all are done; ``save`` takes part in checkpoints."""
@@ -90,25 +78,29 @@ class Joining:
             if not any(codes):
                 return
             leader = next(rank for rank, code in enumerate(codes) if code)
-            if codes[leader] == _PASS:
+            if codes[leader] == PASS:
                 training.follow_pass()
                 continue
             told = self._control.all_gather(None, "what a rank that joins follows")[leader]
-            if codes[leader] == _SAVE:
+            if codes[leader] == SAVE:
                 if save is None:
                     raise UpdateError(
                         "Ranks that still train write a checkpoint, for which the part of this one, which is done, is "
                         "missing; save after join(), or on a helper call optimizer.serve() in place of the loop"
                     )
                 save(told)
-            elif codes[leader] == _CLIP:
+            elif codes[leader] == CLIP:
                 training.updater.clip_grad_norm(told["max_norm"], told["norm_type"], error_if_nonfinite=False)
             else:
                 for group, options in zip(self._optimizer.param_groups, told, strict=True):
                     _follow_hyperparameters(group, options)
                 training.follow_step()
 
-    def _announce(self, code: float, told: Any = None) -> None:
+    def announce(self, code: float, told: Any = None) -> None:
+        """Say that this rank begins a backward pass, clips the combined gradients, or writes a checkpoint.
+
+        ``told`` is what the others need for their part.
+        """
         codes = self._control.gather_numbers(code, "ranks that join")
         others = {other for other in codes if other not in {_DONE, code}}
         if others:
@@ -116,7 +108,7 @@ class Joining:
                 f"Within join() ranks differ in what they do next ({codes}: 0 done, 1 backward, 2 clip, 3 step, 4 "
                 "save): every rank that has data runs the same backward passes, clipping, steps and checkpoints"
             )
-        if _DONE in codes and code != _PASS:
+        if _DONE in codes and code != PASS:
             self._control.all_gather(told, "what a rank that joins follows")
 
 

@@ -16,8 +16,8 @@ from syncline.arguments import Bounds, checked
 from syncline.errors import UpdateError
 from syncline.members import MembershipChange
 from syncline.pytorch.contributions import Gradients
+from syncline.pytorch.control import fleet_of
 from syncline.pytorch.elastic_training import ElasticTraining
-from syncline.pytorch.epochs import Recovery
 from syncline.pytorch.notices import Notice
 from syncline.pytorch.optimizer_state import divided_state
 from syncline.pytorch.training import Training
@@ -70,11 +70,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *,
         save_as_told: Callable[[DistributedOptimizer, Mapping[str, Any]], None],
         elastic: ElasticTraining | None = None,
-        recovery: Recovery | None = None,
     ) -> None:
         self.training = training
         self._elastic = elastic
-        self._recovery = recovery
         self.growing: Growing | None = None
         """What lets newcomers in; None in a job that takes nobody in."""
         self.heed: Callable[[Mapping[int, Notice]], None] | None = None
@@ -206,7 +204,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ...     scheduler.load_state_dict(optimizer.extra["scheduler"])
         ...     scheduler.step()
         """
-        if self._recovery is None:
+        if fleet_of(self.training).recovery is None:
             raise UpdateError("Newcomers come only into an elastic job: distribute(..., elastic=True)")
         try:
             json.dumps(function())
@@ -226,9 +224,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         >>> model, optimizer = syncline.distribute(model, optimizer, syncline.AllReduce(), elastic=True)
         >>> optimizer.on_membership_change(lambda change: print(change.lost, "lost"))
         """
-        if self._recovery is None:
+        recovery = fleet_of(self.training).recovery
+        if recovery is None:
             raise UpdateError("Members change only in an elastic job: distribute(..., elastic=True)")
-        self._recovery.watch(function)
+        recovery.watch(function)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients (``p.grad`` is None then), or make them zeros; also those that no step has used."""
@@ -244,7 +243,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @checked
     def batch_size(self, num_samples: float) -> None:
         """Weight this rank's gradient of this step by ``num_samples``, 0 or more; call it before ``backward()``."""
-        self.training.batch_size(num_samples)
+        self.training.samples.tell(num_samples)
 
     @checked
     def clip_grad_norm_(
@@ -318,7 +317,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         >>> optimizer.contribute({"bias": torch.tensor([1.0, 2.0])}, samples=8)
         >>> optimizer.step()  # this rank ran no backward pass
         """
-        self.training.contribute(gradients, samples)
+        self.training.collector.contribute(gradients, samples)
 
     @property
     def iteration(self) -> int:

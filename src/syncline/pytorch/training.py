@@ -14,13 +14,12 @@ from syncline.fabric.progress import FORWARD
 from syncline.pytorch.backward import GradientCollector, SparseGradients
 from syncline.pytorch.buffers import BufferBroadcast
 from syncline.pytorch.consistency import Consistency
-from syncline.pytorch.contributions import Gradients
 from syncline.pytorch.detachable import Hook
 from syncline.pytorch.divided_gradient import StandIns
 from syncline.pytorch.flatten import WriteStatus, check_in_place
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.inner_calls import InnerCalls
-from syncline.pytorch.joining import Joining, Save, check_join
+from syncline.pytorch.joining import CLIP, PASS, SAVE, Joining, Save, check_join
 from syncline.pytorch.notices import Notice, leaving_of
 from syncline.pytorch.outside_gradients import OutsideGradients
 from syncline.pytorch.samples import SampleCount
@@ -62,7 +61,7 @@ class Training:
         """Where it is registered; it is told here, and not in a table, as the fleet keeps it: so both are freed."""
         self.updater = updater
         self.tuner = tuner
-        self._samples = samples
+        self.samples = samples
         self._buffers = buffers
         self._joins = joins
         self._joining = Joining(joins, updater.optimizer) if helpers else None
@@ -70,8 +69,14 @@ class Training:
         """Whether this rank has no data, and follows the others in :meth:`serve`."""
         self.tensors = frozenset(tensor for bucket in updater.buckets for tensor in bucket.tensors)
         self._consistency = Consistency(model, updater, every=check_every)
-        self._watch = _watch_steps(updater, notice)
-        self._collector = GradientCollector(
+        self._watch = StepWatch(
+            updater.buckets,
+            rank=control.rank,
+            ranks=updater.reporting_ranks,
+            notice=notice,
+            heard=lambda: updater.nonfinite_origin,
+        )
+        self.collector = GradientCollector(
             updater,
             updater.make_reports(),
             samples,
@@ -97,11 +102,11 @@ class Training:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let backward passes add to ``p.grad`` on this rank alone, until the next one outside."""
-        was_synchronised, self._collector.is_synchronised = self._collector.is_synchronised, False
+        was_synchronised, self.collector.is_synchronised = self.collector.is_synchronised, False
         try:
             yield
         finally:
-            self._collector.is_synchronised = was_synchronised
+            self.collector.is_synchronised = was_synchronised
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -129,11 +134,11 @@ class Training:
     def announce_save(self, told: Mapping[str, Any]) -> None:
         """Let those who follow take part in a checkpoint."""
         if self._joining is not None and not self._following:
-            self._joining.announce_save(told)
+            self._joining.announce(SAVE, told)
 
     def follow_pass(self) -> None:
         """Take part in a backward pass of others with no weight."""
-        self._collector.run_empty()
+        self.collector.run_empty()
 
     def follow_step(self) -> None:
         """Make the step of others."""
@@ -147,19 +152,6 @@ class Training:
         """Whether it is within :meth:`join`."""
         return self._joining is not None
 
-    @property
-    def loss_weight(self) -> float:
-        """Weight of this rank in the mean over ranks of the pass that is under way, as far as it is known."""
-        return self._samples.so_far
-
-    def batch_size(self, num_samples: float) -> None:
-        """Weight this rank's gradient of the current step by ``num_samples``."""
-        self._samples.tell(num_samples)
-
-    def contribute(self, gradients: Gradients, num_samples: float) -> None:
-        """Let the next pass of this rank bring these gradients too."""
-        self._collector.contribute(gradients, num_samples)
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, without weight if this rank ran no backward pass; return the closure's loss."""
         self.check_open()
@@ -168,8 +160,8 @@ class Training:
                 "step() was called within a backward pass, by a hook of it, where gradients are of this rank alone; "
                 "call it after backward(), or let update=Sharded(step_in_backward=True) step each layer as early"
             )
-        self._collector.forget_broken()
-        self._samples.check_told_early()
+        self.collector.forget_broken()
+        self.samples.check_told_early()
         check_in_place(self.updater.buckets)
         self._check_unwritten()
         self._check_groups()
@@ -210,22 +202,20 @@ class Training:
                     tensor.grad.zero_()
             return
         self._after_pass = None
-        self._samples.drop_pass()
+        self.samples.drop_pass()
         self.updater.discard()
         for tensor in self.tensors:
             tensor.grad = None
-        self._collector.has_local_gradients = False
+        self.collector.has_local_gradients = False
 
     def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
         """Scale the combined gradients to a norm of at most ``max_norm``; return what it was."""
         if self._joining is not None:
-            self._joining.announce_clip(max_norm, norm_type)
+            self._joining.announce(CLIP, {"max_norm": max_norm, "norm_type": norm_type})
         try:
             return self.updater.clip_grad_norm(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         except (UpdateError, RuntimeError) as error:  # torch's own, where ranks have whole gradients
-            if error_if_nonfinite and (
-                origin := self._watch.origin(self._collector.report, self.updater.iteration + 1)
-            ):
+            if error_if_nonfinite and (origin := self._watch.origin(self.collector.report, self.updater.iteration + 1)):
                 error.add_note(origin)
             raise
 
@@ -235,7 +225,7 @@ class Training:
         Where a step does not wait for its report, it is that of the step before. Within :meth:`join`, and where there
         are helpers, whose ranks end steps in different places, nothing is told.
         """
-        report = self._collector.report
+        report = self.collector.report
         if self.updater.defers_parameters:
             report, self._report_before = self._report_before, report
         if report is None or self._joining is not None or not self.updater.is_synchronous:
@@ -244,7 +234,7 @@ class Training:
 
     def leaving(self) -> int | None:
         """Return who leaves at the end of this step, where its report is there and tells that somebody does."""
-        report = self._collector.report
+        report = self.collector.report
         return None if report is None or not report.is_done else leaving_of(self._watch.notices(report))
 
     def synchronize(self) -> None:
@@ -272,7 +262,7 @@ class Training:
             return
         self.is_closed = True
         self._waiting.release()
-        self._collector.remove()
+        self.collector.remove()
         self.calls.remove()
         for handle in self._handles:
             handle.remove()
@@ -302,7 +292,7 @@ class Training:
     def _make_complete(self) -> bool:
         """See that there are combined gradients to step on; return whether this rank has brought nothing to them."""
         has_gradients, is_idle = any(tensor.grad is not None for tensor in self.tensors), False
-        if has_gradients and self._collector.has_local_gradients:
+        if has_gradients and self.collector.has_local_gradients:
             raise UpdateError(
                 "step() came after a backward pass under no_sync(), so the gradients of other ranks are missing; run "
                 "the last backward pass of each step outside no_sync()"
@@ -310,9 +300,9 @@ class Training:
         if not has_gradients:
             self._buffers.begin_forward()
             self.updater.discard()
-            is_idle = not self._collector.has_contributions
+            is_idle = not self.collector.contributions.positions
             self.num_idle_steps += is_idle
-            self._collector.run_empty()
+            self.collector.run_empty()
         self._stand_ins.begin_step()
         return is_idle
 
@@ -339,10 +329,10 @@ class Training:
         if self.updater.is_synchronous:
             self._end_step_of_buffers()
         self.tuner.end_step()
-        self._samples.end_step()
+        self.samples.end_step()
         if not overlaps:
             self.synchronize()
-        self._watch.begin_step(self._collector.report, self.updater.iteration)
+        self._watch.begin_step(self.collector.report, self.updater.iteration)
         return loss
 
     def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -353,7 +343,7 @@ class Training:
             with torch.enable_grad():
                 loss = closure()
             self._stand_ins.begin_step()
-            weight = self._collector.last_weight
+            weight = self.collector.last_weight
             try:
                 own = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
             except (TypeError, ValueError, RuntimeError) as error:
@@ -371,7 +361,7 @@ class Training:
             return
         if backward_pass() != -1:
             return  # a checkpoint runs the model again, within the backward pass
-        self._collector.forget_broken()
+        self.collector.forget_broken()
         self._buffers.finish()
         self._progress.enter(FORWARD)
         if self.updater.is_synchronous and self._joining is None:
@@ -387,12 +377,12 @@ class Training:
             return
         if backward_pass() == -1:
             self._progress.leave()
-            self._buffers.end_forward(is_synchronised=self._collector.is_synchronised and torch.is_grad_enabled())
+            self._buffers.end_forward(is_synchronised=self.collector.is_synchronised and torch.is_grad_enabled())
             if torch.is_grad_enabled():
                 self._watch.see_batch(args, kwargs)
                 self.tuner.end_forward()
         if torch.is_grad_enabled():
-            self._collector.watch_outputs(output, self._samples.see(args, kwargs))
+            self.collector.watch_outputs(output, self.samples.see(args, kwargs))
 
     def _before_owner(self, buckets: tuple[int, ...], *_: Any) -> None:
         """Wait for what a module has itself: its forward may read that by any way, also by vmap or C++."""
@@ -409,7 +399,7 @@ class Training:
         if sum(tensor.grad is not None for tensor in self.tensors) <= 1:  # only that whose gradient begins the pass
             self._watch.forget()
         if self._joining is not None and not self._following:
-            self._joining.announce_pass()
+            self._joining.announce(PASS)
         self._consistency.begin_pass(is_joining=self._joining is not None)
         self._stand_ins.begin_pass()
         if self.updater.steps_in_backward:
@@ -457,16 +447,6 @@ class Training:
         """Raise :class:`UpdateError` if the fleet was closed."""
         if self.is_closed:
             raise UpdateError("The fleet of this model was closed; call syncline.init() and distribute() again")
-
-
-def _watch_steps(updater: Updater, notice: Callable[[], Notice]) -> StepWatch:
-    return StepWatch(
-        updater.buckets,
-        rank=updater.collectives.control.rank,
-        ranks=updater.reporting_ranks,
-        notice=notice,
-        heard=lambda: updater.nonfinite_origin,
-    )
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[list[int]]:
