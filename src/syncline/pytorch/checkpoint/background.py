@@ -12,6 +12,7 @@ import logging
 import mmap
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from copy import deepcopy
 from dataclasses import replace
 from itertools import accumulate
@@ -23,6 +24,7 @@ import torch
 
 from syncline.arguments import Bounds, checked
 from syncline.errors import CheckpointError, DeadlineError, PeerLostError
+from syncline.fabric.rendezvous import begin_on_thread
 from syncline.pytorch.checkpoint.state import Chunk, SavedState
 from syncline.pytorch.fleet import Fleet
 from syncline.runtime.communicator import DEFAULT_TIMEOUT_S, Communicator
@@ -46,20 +48,20 @@ class CheckpointWork:
     True
     """
 
-    def __init__(self, path: Path, *, limit_s: float) -> None:
+    def __init__(self, path: Path, written: Future[None], *, limit_s: float) -> None:
         self.path = path
         self._limit_s = limit_s
-        self._ended = threading.Event()
-        self._error: Exception | None = None
+        self._written = written
         self._is_told = False
 
     def __repr__(self) -> str:
-        state = "being written" if not self.done() else "written" if self._error is None else f"failed: {self._error}"
+        error = self._written.exception() if self.done() else None
+        state = "being written" if not self.done() else "written" if error is None else f"failed: {error}"
         return f"<CheckpointWork {self.path}: {state}>"
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._ended.is_set()
+        return self._written.done()
 
     @checked
     def wait(self, timeout_s: Annotated[float, Bounds(0)] | None = None) -> None:
@@ -69,27 +71,21 @@ class CheckpointWork:
         it goes on then.
         """
         limit_s = self._limit_s if timeout_s is None else timeout_s
-        if not self._ended.wait(limit_s):
+        if not self.settle(limit_s):
             raise DeadlineError(
                 f"The checkpoint {self.path} is still being written after {limit_s:g} s; is the disk slow?"
             )
-        error, self._is_told = self._error, True
-        if error is not None:
-            raise error
+        self._is_told = True
+        self._written.result()
 
-    def settle(self, timeout_s: float) -> None:
-        """Wait until it has ended, or for so long; nothing is raised."""
-        self._ended.wait(timeout_s)
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until it has ended, or for so long; return whether it has, and raise nothing."""
+        return bool(wait([self._written], timeout_s).done)
 
     def raise_untold(self) -> None:
         """Wait, and raise what nobody was told yet."""
         if not (self.done() and self._is_told):
             self.wait()
-
-    def end(self, error: Exception | None) -> None:
-        """Note that it is over; on the thread that writes."""
-        self._error = error
-        self._ended.set()
 
 
 class BackgroundWriter:
@@ -179,22 +175,18 @@ class BackgroundWriter:
     def start(self, path: Path, write: Callable[[], None]) -> CheckpointWork:
         """Let ``write`` run on a thread; one at a time."""
         assert self._last is None or self._last.done(), "finish() comes first"
-        work = self._last = CheckpointWork(path, limit_s=self._limit_s)
 
         def run() -> None:
             try:
                 write()
-            except CheckpointError as error:
-                work.end(error)
+            except CheckpointError:
+                raise
             except Exception as error:  # whatever it is, whoever waits must know
-                told = CheckpointError(f"The checkpoint {path} was not written in the background: {error}")
-                told.__cause__ = error
-                work.end(told)
-            else:
-                work.end(None)
+                raise CheckpointError(f"The checkpoint {path} was not written in the background: {error}") from error
 
-        threading.Thread(target=run, name="syncline-checkpoint", daemon=True).start()
-        return work
+        _, written = begin_on_thread(run, "syncline-checkpoint")
+        self._last = CheckpointWork(path, written, limit_s=self._limit_s)
+        return self._last
 
     def finish(self) -> None:
         """Wait for the save that is under way, and raise what nobody was told of the last one.
