@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -261,8 +261,8 @@ class StagedCollectives:
         self._staging = staging
         self._stream = stream
         self._layered = layered
-        self._cuts: dict[tuple[Collective, int, int], tuple[Schedule, Cuts]] = {}
-        self._lock = threading.Lock()
+        self._cuts_of_whole = lru_cache(MAX_CUTS)(self._cut_whole)
+        self._cuts_of_parts = lru_cache(MAX_CUTS)(self._cut_parts)
 
     def takes(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all of ``tensors`` are on one device of the kind that is staged."""
@@ -276,7 +276,7 @@ class StagedCollectives:
             if work is not None:
                 return work
         flat = flat_memory_of(tensor)
-        schedule, cuts = self._cut(Collective.ALL_REDUCE, flat)
+        schedule, cuts = self._cuts_of_whole(flat.numel(), flat.itemsize)
         chunks = []
         for (start, stop), layout in cuts:
             ranges = ((flat[start:stop], 0),)
@@ -291,7 +291,7 @@ class StagedCollectives:
         flat, landing = flat_memory_of(source), _landing(output)
         if touches([flat], [landing]) and landing.data_ptr() != flat.data_ptr() + self._rank * landing.nbytes:
             flat = flat.clone()  # a result must not land where a later chunk is still to be read
-        schedule, cuts = self._cut(Collective.REDUCE_SCATTER, flat)
+        schedule, cuts = self._cuts_of_parts(flat.numel(), flat.itemsize)
         chunks = []
         for (start, stop), layout in cuts:
             size = (stop - start) * flat.itemsize
@@ -365,42 +365,31 @@ class StagedCollectives:
         size = (stop - start) * whole.itemsize
         return [(part[start:stop], rank * size) for rank, part in enumerate(parts)]
 
-    def _cut(self, collective: Collective, flat: torch.Tensor) -> tuple[Schedule, Cuts]:
-        """Return the schedule of the whole, and its chunks with their layouts."""
-        key = (collective, flat.numel(), flat.itemsize)
-        with self._lock:
-            if key not in self._cuts:
-                if len(self._cuts) >= MAX_CUTS:
-                    self._cuts.clear()
-                is_scatter = collective is Collective.REDUCE_SCATTER
-                self._cuts[key] = self._cut_parts(flat) if is_scatter else self._cut_whole(flat)
-            return self._cuts[key]
-
-    def _cut_whole(self, flat: torch.Tensor) -> tuple[Schedule, Cuts]:
+    def _cut_whole(self, num_elements: int, itemsize: int) -> tuple[Schedule, Cuts]:
         """Cut an all-reduce between slices where that makes no chunk too large, else within one."""
-        schedule = self._communicator.plan(Collective.ALL_REDUCE, flat.nbytes)
-        slices = self._communicator.layout(schedule, flat.numel(), flat.itemsize).slices
-        most = BLOCK_BYTES // flat.itemsize
+        schedule = self._communicator.plan(Collective.ALL_REDUCE, num_elements * itemsize)
+        slices = self._communicator.layout(schedule, num_elements, itemsize).slices
+        most = BLOCK_BYTES // itemsize
         ends = [offsets[-1] for offsets in slices]
         starts = [0]
-        while flat.numel() - starts[-1] > most:
+        while num_elements - starts[-1] > most:
             place = bisect_right(ends, starts[-1] + most)
             end = ends[place - 1] if place else 0
             starts.append(end if end > starts[-1] else starts[-1] + most)
         cuts = []
-        for start, stop in pairwise([*starts, flat.numel()]):
+        for start, stop in pairwise([*starts, num_elements]):
             inside = [offsets for offsets in slices if offsets[0] < stop and offsets[-1] > start] or [slices[0]]
             chunk = tuple(tuple(min(max(one, start), stop) - start for one in offsets) for offsets in inside)
             cuts.append(((start, stop), Layout(slices=chunk, num_elements=stop - start)))
         return schedule, tuple(cuts)
 
-    def _cut_parts(self, flat: torch.Tensor) -> tuple[Schedule, Cuts]:
+    def _cut_parts(self, num_elements: int, itemsize: int) -> tuple[Schedule, Cuts]:
         """Cut a reduce-scatter so that a chunk is the same range of each rank's part, one behind the other."""
-        schedule = self._communicator.plan(Collective.REDUCE_SCATTER, flat.nbytes, target="rank_order")
-        offsets = schedule.offsets(flat.numel())
-        part_size = flat.numel() // self._num_ranks
-        most = BLOCK_BYTES // (self._num_ranks * flat.itemsize)
-        slice_size = max(1, self._communicator.slice_bytes // (self._num_ranks * flat.itemsize))
+        schedule = self._communicator.plan(Collective.REDUCE_SCATTER, num_elements * itemsize, target="rank_order")
+        offsets = schedule.offsets(num_elements)
+        part_size = num_elements // self._num_ranks
+        most = BLOCK_BYTES // (self._num_ranks * itemsize)
+        slice_size = max(1, self._communicator.slice_bytes // (self._num_ranks * itemsize))
         cuts = []
         for start, stop in _ranges(part_size, most):
             size = stop - start
