@@ -231,6 +231,7 @@ def run_case(fleet: syncline.Fleet, case: Case, args: argparse.Namespace, folder
             times[way] = measure(partial(alone.step, values), args.steps)
             alone.close()
     fleet.barrier()
+    before_s = fleet.statistics().waited_s
     trainer = syncline.phase(
         [Stage(seconds) for _ in range(num_stages)],
         case.make_optimizer,
@@ -249,7 +250,11 @@ def run_case(fleet: syncline.Fleet, case: Case, args: argparse.Namespace, folder
         "phased": {
             "peak_parameter_bytes": found.peak_parameter_bytes,
             "largest_stage_bytes": found.largest_stage_bytes,
-            "waiting_s": dict(found.waiting_s),
+            "waiting_s": {
+                reason: seconds - before_s.get(reason, 0.0)
+                for reason, seconds in fleet.statistics().waited_s.items()
+                if reason.startswith("stage's")
+            },
         },
     }
 

@@ -8,7 +8,7 @@ there waits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,9 +42,6 @@ class PhasedStatistics:
     partner: int
     num_steps: int
     computing_s: float
-    waiting_s: Mapping[str, float]
-    """Time that the training thread waited, by what came last: ``"input"`` from the partner, ``"parameters"`` or a
-    ``"spilled input"`` from storage, the ``"update"`` of the step before, or ``"sending"``: the partner had no room."""
     sent_bytes: int
     """Activations and their gradients, to the partner."""
     spilled_bytes: int
@@ -95,7 +92,6 @@ class PairDriver(Driver):
         self._pass: CurrentPass | None = None
         self._num_passes = self._num_steps = 0
         self._computing_s = 0.0
-        self._waiting_s = {"input": 0.0, "spilled input": 0.0, "parameters": 0.0, "update": 0.0, "sending": 0.0}
         self._stage_driver = StageDriver(setting, tell=self._tell, on_failure=self.fail)
         self._storage = setting.storage
         messages = MessageStream(setting.port, setting.stream, urgency=-1, even_if_lost=True)
@@ -173,7 +169,6 @@ class PairDriver(Driver):
             partner=self._setting.partner,
             num_steps=self._num_steps,
             computing_s=self._computing_s,
-            waiting_s=dict(self._waiting_s),
             sent_bytes=self._mailbox.sent_bytes.total(),
             spilled_bytes=stage_store.spilled_bytes,
             num_loads=stage_store.num_loads,
@@ -216,7 +211,6 @@ class PairDriver(Driver):
 
     def _wait_phase(self) -> Phase | None:
         """Return the next phase, once it can be computed; None if this rank's part of the pass is over."""
-        start_s = time.monotonic()
         with self._changed:
             reasons = self._awaited()
         with self._progress.waiting(f"stage's {reasons[0]}" if reasons else ""), self._changed:
@@ -229,8 +223,6 @@ class PairDriver(Driver):
             if not self._can_compute() and not self._phases.is_idle:
                 raise self._wait_error(is_over)
             phase, self._next = self._next, None
-        if reasons:
-            self._waiting_s[reasons[0]] += time.monotonic() - start_s
         return phase
 
     def _wait_told(self, can_go_on: Callable[[], bool]) -> bool:
