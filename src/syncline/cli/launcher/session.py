@@ -23,7 +23,7 @@ import os
 import signal
 import subprocess
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -465,8 +465,7 @@ async def _run_attempts(session: Session, terminal: Terminal) -> int:
     attempts = _Attempts(session, terminal)
     following = asyncio.create_task(_follow(session.view, terminal)) if session.view else None
     try:
-        with attempts.signals():
-            return await attempts.run()
+        return await attempts.run()
     finally:
         if following is not None:
             following.cancel()
@@ -477,18 +476,11 @@ async def _follow(path: Path, terminal: Terminal) -> None:
     """Show the view of the job that rank 0 writes."""
     seen = ""
     while True:
-        text = _read(path)
-        if text != seen:
-            terminal.show(render(json.loads(text)))
-            seen = text
+        with contextlib.suppress(OSError):  # it is not there yet
+            if (text := path.read_text()) != seen:  # noqa: ASYNC240 - a few kB
+                terminal.show(render(json.loads(text)))
+                seen = text
         await asyncio.sleep(LOOK_S)
-
-
-def _read(path: Path) -> str:
-    """Return a file of a few kB, or nothing where it is not there yet."""
-    with contextlib.suppress(OSError):
-        return path.read_text()
-    return ""
 
 
 class _Attempts:
@@ -503,16 +495,9 @@ class _Attempts:
         """What ended each attempt that failed."""
         self._runner: Runner | None = None
         self._told_to_end: asyncio.Future[int] = self._loop.create_future()
-
-    @contextlib.contextmanager
-    def signals(self) -> Iterator[None]:
-        """Hand signals on to the attempt; exec resets them to the default actions for the ranks."""
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
-        for number in numbers:
+        # until the loop is closed; exec resets them to the default actions for the ranks
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
             self._loop.add_signal_handler(number, self._on_signal, number)
-        yield
-        for number in numbers:
-            self._loop.remove_signal_handler(number)
 
     async def run(self) -> int:
         """Return the exit code of the last attempt."""
