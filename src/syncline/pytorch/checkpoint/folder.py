@@ -11,12 +11,12 @@ called ``NAME.removed`` first, so that nothing is taken for a checkpoint of whic
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from pathlib import Path
 
 from syncline.errors import CheckpointError
+from syncline.updates.phased.storage import sync_to_disk
 
 MANIFEST = "syncline.json"
 DCP_INDEX = ".metadata"
@@ -56,7 +56,7 @@ def begin(path: Path) -> Path:
     new = [parent for parent in folder.parents if not parent.exists()]
     folder.mkdir(parents=True)
     for parent in new:
-        _sync_folder(parent.parent)
+        sync_to_disk(parent.parent)
     return folder
 
 
@@ -68,11 +68,11 @@ def discard(path: Path) -> None:
 def commit(path: Path) -> None:
     """Put the folder in its place, whose files are all on the disk."""
     folder = writing_folder(path)
-    _sync_folder(folder)
+    sync_to_disk(folder)
     if path.exists():
         _put_aside(path)
     folder.rename(path)
-    _sync_folder(path.parent)
+    sync_to_disk(path.parent)
 
 
 def _put_aside(path: Path) -> None:
@@ -88,14 +88,6 @@ def remove(folder: Path) -> None:
     if folder.exists():
         folder.rename(away)
         shutil.rmtree(away, ignore_errors=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def place_of(folder: Path, iteration: int) -> Path:

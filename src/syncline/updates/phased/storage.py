@@ -105,11 +105,7 @@ class Folder:
         """Force files, and their places in the folder, to the disk."""
         for path in (*map(self._file, names), self._path):
             with _write_errors(path, self._path, {}):
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+                sync_to_disk(path)
 
     def close(self) -> None:
         """Leave it as it is: the user named it."""
@@ -167,6 +163,15 @@ class TemporaryFiles(Folder):
             raise FileNotFoundError(errno.ENOENT, "it was never written, or the storage is closed")
         file.seek(0)
         return FileIO(file.fileno(), closefd=False)
+
+
+def sync_to_disk(path: Path) -> None:
+    """Return once a file, or a folder's names, outlive the machine's end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _open_nameless(folder: Path) -> FileIO:
