@@ -55,18 +55,13 @@ def create_group(distributed: Any, pg_options: object = None) -> Any:
     Where no other backend has a part in it, this is the group itself. A backend in a group of C++ would be given the
     same calls, but of their works C++ hands out ``wait()`` and ``get_future()`` alone, and is_completed() stays False.
     """
-    state = _choose_state(distributed, pg_options)
+    # a state is of reconfigure(), which has connected its ranks
+    state = pg_options if isinstance(pg_options, GroupState) else create_state(distributed, choose_options(pg_options))
     if has_other_backends(distributed):
         from syncline.backend.py_backend import SynclineBackend
 
         return SynclineBackend(state)
     return SynclineProcessGroup(state)
-
-
-def _choose_state(distributed: Any, pg_options: object) -> GroupState:
-    if isinstance(pg_options, GroupState):  # of reconfigure(), which has connected its ranks
-        return pg_options
-    return create_state(distributed, choose_options(pg_options))
 
 
 def choose_options(given: object) -> BackendOptions:

@@ -287,9 +287,3 @@ def open_part(world: GroupState, ranks: Sequence[int], store: Any, timeout_s: fl
         store=store,
         world=world,
     )
-
-
-def split_state(state: GroupState, ranks: Sequence[int], store: Any, timeout_s: float) -> GroupState:
-    """Return what is behind a group of some ranks of a group, numbered as in that; they alone call it."""
-    members = state.communicator.members
-    return open_part(state.world, [members[rank] for rank in ranks], store, timeout_s)

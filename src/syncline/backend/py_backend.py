@@ -12,7 +12,7 @@ from typing import Any
 
 from syncline.backend import NAME
 from syncline.backend.calls import GroupCalls
-from syncline.backend.group_state import GroupState, split_state
+from syncline.backend.group_state import GroupState, open_part
 from syncline.updates.private_torch import backend_class
 
 _Backend: Any = backend_class() or object
@@ -42,7 +42,9 @@ class SynclineBackend(GroupCalls, _Backend):  # type: ignore[misc]  # mypy sees 
         """Return the part of this group that has ``ranks`` of it, on the same connections; None on other ranks."""
         if self.state.communicator.rank not in ranks:
             return None
-        return SynclineBackend(split_state(self.state, ranks, store, options._timeout.total_seconds()))
+        members = self.state.communicator.members
+        timeout_s = options._timeout.total_seconds()
+        return SynclineBackend(open_part(self.state.world, [members[rank] for rank in ranks], store, timeout_s))
 
     def eager_connect_single_device(self, device: Any) -> None:
         """Do nothing: the ranks are connected."""
