@@ -340,26 +340,24 @@ class SparseGradients:
     def __init__(self, model: nn.Module, buckets: Sequence[Bucket], control: ControlStream) -> None:
         self._control = control
         weights = {id(module.weight) for module in model.modules() if getattr(module, "sparse", False) is True}
-        self._ranges: dict[int, slice] = {}
+        self._places: dict[int, tuple[slice, nn.Parameter, Bucket, Slot]] = {}
         """By position, where the counts of a parameter lie: its rows, then the one for dense gradients."""
-        self._places: dict[int, tuple[nn.Parameter, Bucket, Slot]] = {}
         start = 0
         for bucket, slot, parameter in placed(buckets):
             if id(parameter) in weights and len(slot.shape) > 0:
                 stop = start + slot.shape[0] + 1
-                self._ranges[slot.position] = slice(start, stop)
-                self._places[slot.position] = parameter, bucket, slot
+                self._places[slot.position] = slice(start, stop), parameter, bucket, slot
                 start = stop
         self._counts = torch.zeros(start, dtype=torch.int32)
 
     @property
     def positions(self) -> frozenset[int]:
         """The parameters whose gradients may be sparse."""
-        return frozenset(self._ranges)
+        return frozenset(self._places)
 
     def take(self, position: int, gradient: torch.Tensor) -> torch.Tensor:
         """Note the rows of this rank's gradient, and return it dense."""
-        counts = self._counts[self._ranges[position]]
+        counts = self._counts[self._places[position][0]]
         if gradient.layout is torch.strided:
             counts[-1] = 1
             return gradient
@@ -373,14 +371,13 @@ class SparseGradients:
 
     def show(self, exist: Sequence[bool]) -> None:
         """Put the combined gradients that exist (by position) where PyTorch looks for them; a collective."""
-        if not self._ranges:
+        if not self._places:
             return
         self._control.sum(self._counts, "rows of sparse gradients")
-        for position, where in self._ranges.items():
+        for position, (where, parameter, bucket, slot) in self._places.items():
             counts = self._counts[where]
             if not exist[position] or counts[-1]:
                 continue
-            parameter, bucket, slot = self._places[position]
             place = bucket.gradient(slot)
             rows = counts[:-1].nonzero().to(place.device)
             parameter.grad = torch.sparse_coo_tensor(
