@@ -613,10 +613,8 @@ class FleetGrowth:
 
     @staticmethod
     def _give(growing: Growing, control: ControlStream) -> None:
-        try:
+        with contextlib.suppress(*LOSSES):  # a newcomer is lost again: the next call of all ranks finds that
             growing.give(control)
-        except LOSSES:
-            return  # a newcomer is lost again: the next call of all ranks finds that
 
     def _leave(self, place: FabricPlace, why: str = "") -> None:
         """Leave another fabric, beside the training: that takes as long as its slowest rank."""
