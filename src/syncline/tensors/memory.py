@@ -17,12 +17,8 @@ import torch
 from syncline.errors import ConfigurationError
 from syncline.runtime.reduction import BITWISE_OPS, DTYPES, Reduction, numpy_reduction
 
-_TORCH_SUMS = {
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",  # torch adds halves with vector instructions, numpy one by one
-    torch.complex64: "complex64",
-    torch.complex128: "complex128",
-}
+_TORCH_SUMS = frozenset({torch.bfloat16, torch.float16, torch.complex64, torch.complex128})
+"""What numpy does not know, or adds one by one, where torch adds halves with vector instructions."""
 _PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 """What complex numbers are summed as: torch multiplies the second by one before, which makes NaN of an infinite part's
 other one."""
@@ -89,10 +85,10 @@ def reduction_for(dtype: torch.dtype, op: str = "sum") -> Reduction:
         )
     if dtype.is_complex and op in {"max", "min"}:
         raise ConfigurationError(f"Complex numbers have no order, so there is no {op} of {dtype}; reduce their abs()")
+    name = dtype_name(dtype)
     if dtype in _TORCH_SUMS:
         kind = _PARTS.get(dtype, dtype) if op == "sum" else dtype
-        return TorchReduction(_TORCH_SUMS[dtype], dtype.itemsize, kind, op)
-    name = dtype_name(dtype)
+        return TorchReduction(name, dtype.itemsize, kind, op)
     if dtype is torch.bool:
         if op == "sum":
             raise ConfigurationError(
@@ -101,7 +97,7 @@ def reduction_for(dtype: torch.dtype, op: str = "sum") -> Reduction:
             )
         return TorchReduction(name, dtype.itemsize, dtype, op)
     if name not in DTYPES:
-        names = ", ".join(sorted({*DTYPES, *_TORCH_SUMS.values()}))
+        names = ", ".join(sorted({*DTYPES, *map(dtype_name, _TORCH_SUMS)}))
         raise ConfigurationError(
             f"Elements of {dtype} cannot be summed or compared; convert the tensor to one of {names}"
         )

@@ -30,9 +30,6 @@ _NAMES = MappingProxyType(
         "BXOR": "bxor",
     }
 )
-_KINDS: MappingProxyType[dist.ReduceOp.RedOpType, str] = MappingProxyType(
-    {getattr(dist.ReduceOp, name): name for name in _NAMES}
-)
 _WITHOUT_QUOTIENT = frozenset({torch.bool, torch.uint16, torch.uint32, torch.uint64})
 """PyTorch divides no tensors of these types by rounding."""
 _OF_BOOL = MappingProxyType({"sum": "bor", "max": "bor", "min": "band", "product": "band"})
@@ -114,8 +111,8 @@ def _without_factor(kind: str, dtype: torch.dtype, num_ranks: int) -> TensorRedu
 def _parse(op: ReduceOp) -> tuple[str, Any]:
     """Return the name of an operation, and the factor of a PREMUL_SUM, which its pickled state alone tells."""
     kind: Any = getattr(op, "op", op)
-    name = _KINDS.get(kind) if isinstance(kind, dist.ReduceOp.RedOpType) else None
-    if name is None:
+    name: str = kind.name if isinstance(kind, dist.ReduceOp.RedOpType) else ""
+    if name not in _NAMES:
         raise ConfigurationError(f"op must be a torch.distributed.ReduceOp: {', '.join(_NAMES)}, not {op!r}")
     if name != "PREMUL_SUM":
         return name, None
