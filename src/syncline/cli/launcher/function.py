@@ -77,9 +77,12 @@ def launch(
         shape.check_world_size(ranks)
     with own_folder() as folder:
         (folder / CALL).write_bytes(_pickled_call(function, args))
+        written = folder / "topology.yaml"
+        if shape is not None:
+            written.write_text(shape.to_yaml())
         asked = {
             "ranks": DEFAULT_RANKS if ranks is None and shape is None else ranks,
-            "topology": None if shape is None else str(_written(shape, folder)),
+            "topology": None if shape is None else str(written),
             "folder": str(folder),
             "parent": os.getpid(),
         }
@@ -110,12 +113,6 @@ def _pickled_call(function: Callable[..., object], args: Sequence[Any]) -> bytes
             "cannot be copied (open files, locks, fleets) inside the function"
         ) from error
     return pickled
-
-
-def _written(topology: Topology, folder: Path) -> Path:
-    path = folder / "topology.yaml"
-    path.write_text(topology.to_yaml())
-    return path
 
 
 def _run(command: Sequence[str]) -> int:
