@@ -162,7 +162,7 @@ def test_the_handlers_from_before_are_put_back_and_get_a_second_signal():
         preemption = Preemption(Notice.LEAVE)
         preemption.begin()
         os.kill(os.getpid(), signal.SIGUSR2)
-        assert (preemption.notice, preemption.reason, received) == (Notice.LEAVE, "it was sent SIGUSR2", [])
+        assert (preemption.notice, preemption.received, received) == (Notice.LEAVE, signal.SIGUSR2, [])
         os.kill(os.getpid(), signal.SIGUSR2)
         assert received == ["own"]
         preemption.close()

@@ -51,8 +51,9 @@ def takes_torch_names(name: str, method: Callable[..., Any]) -> Callable[..., An
     """Let ``method`` be called as each overload of ``name``."""
     overloads = overloads_of(name)
     num_data = len(inspect.signature(method).parameters.keys() - {"self", *_OPTIONS})
-    traced = traces(name, method)
-    recorded = records(name, traced)
+    shown = CALLS.get(name)
+    traced = method if shown is None else _traces(shown, method)
+    recorded = method if shown is None else _records(shown, traced)
 
     @wraps(method)
     def call(self: Any, *values: Any, **named: Any) -> Any:
@@ -137,14 +138,11 @@ CALLS = {
 """Of a group, and how they are shown."""
 
 
-def records(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what does ``method`` while a profiler looks on; ``method`` itself where there is nothing to show.
+def _records(shown: _Shown, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what does ``method`` while a profiler looks on.
 
     A call that its caller waits for at once is over in its range; of others that shows the beginning.
     """
-    shown = CALLS.get(name)
-    if shown is None:
-        return method
 
     @wraps(method)
     def record(self: Any, *values: Any) -> Any:
@@ -176,11 +174,8 @@ def _note_pass(progress: Progress) -> None:
     at_end_of_backward(progress.leave)
 
 
-def traces(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _traces(shown: _Shown, method: Callable[..., Any]) -> Callable[..., Any]:
     """Return what does ``method``, and writes a span into the trace when it is over."""
-    shown = CALLS.get(name)
-    if shown is None:
-        return method
 
     @wraps(method)
     def trace(self: Any, *values: Any) -> Any:

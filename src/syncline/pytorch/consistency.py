@@ -203,11 +203,10 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], control: ControlStream) -
     under_way: list[tuple[Any, torch.Tensor | None, Sequence[torch.Tensor]]] = []
     for batch in _batches(tensors):
         (tensor, *others) = batch
-        if not others and tensor.device.type == "cpu" and tensor.is_contiguous():
-            under_way.append((control.start_broadcast(tensor.detach(), "a tensor of the model"), None, batch))
-        else:
-            packed = pack(batch)
-            under_way.append((control.start_broadcast(packed, "tensors of the model"), packed, batch))
+        is_sent_itself = not others and tensor.device.type == "cpu" and tensor.is_contiguous()
+        sent = tensor.detach() if is_sent_itself else pack(batch)
+        work = control.start_broadcast(sent, "tensors of the model")
+        under_way.append((work, None if is_sent_itself else sent, batch))
         while len(under_way) > 2:
             _end(*under_way.pop(0), takes=control.rank != 0)
     for entry in under_way:

@@ -205,7 +205,8 @@ def _save(optimizer: DistributedOptimizer, folder: Any) -> bool:
 
 
 def _reason(fleet: Fleet) -> str:
-    return "others are told to end" if fleet.preemption is None else fleet.preemption.reason
+    received = fleet.preemption and fleet.preemption.received
+    return f"it was sent {received.name}" if received else "others are told to end"
 
 
 def _say(fleet: Fleet, what: str) -> None:

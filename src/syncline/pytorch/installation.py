@@ -37,7 +37,7 @@ from syncline.pytorch.sync_batch_norm import (
 )
 from syncline.pytorch.training import Training
 from syncline.updates import Setting, Sharded, Updater, UpdateRule
-from syncline.updates.bucket import Bucket, BucketPlan
+from syncline.updates.bucket import BucketPlan, placed
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketSchedule, plan_bucket_schedules
 from syncline.updates.class_tuner import ClassTuner
@@ -260,7 +260,7 @@ def _start_rule(rule: UpdateRule, setting: Setting) -> Updater:
     updater = rule.start(setting)
     if updater.divides_gradients:
         divide_existing_state(updater)
-    for tensor in _tensors(setting.buckets):
+    for _, _, tensor in placed(setting.buckets):
         tensor.grad = None
     return updater
 
@@ -286,7 +286,3 @@ def _check_graphs(model: nn.Module) -> None:
                 "distribute() would move its parameters away from where a replay reads them; call distribute() first, "
                 "and then give make_graphed_callables() the model's parts"
             )
-
-
-def _tensors(buckets: tuple[Bucket, ...]) -> list[nn.Parameter]:
-    return [tensor for bucket in buckets for tensor in bucket.tensors]

@@ -29,18 +29,13 @@ class Preemption:
 
     def __init__(self, wish: Notice) -> None:
         self.wish = wish
-        self._received: signal.Signals | None = None
+        self.received: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     @property
     def notice(self) -> Notice:
         """What to tell the others now."""
-        return Notice.NONE if self._received is None else self.wish
-
-    @property
-    def reason(self) -> str:
-        """``"it was sent SIGTERM"``."""
-        return "others are told to end" if self._received is None else f"it was sent {self._received.name}"
+        return Notice.NONE if self.received is None else self.wish
 
     def begin(self) -> None:
         """Handle the signals; only the main thread can. A second one is handled as if there were nothing here."""
@@ -60,8 +55,8 @@ class Preemption:
 
     def receive(self, number: int, _: FrameType | None = None) -> None:
         """Take note of a signal: its handler."""
-        if self._received is None:
-            self._received = signal.Signals(number)
+        if self.received is None:
+            self.received = signal.Signals(number)
         else:
             signal.signal(number, self._before.get(signal.Signals(number), signal.SIG_DFL))
             os.kill(os.getpid(), number)
