@@ -94,18 +94,13 @@ class FabricPlace:
             before.close()
 
     def enter_fabric(self, place: FabricPlace) -> FabricPlace:
-        """Go on with the communicator of another fabric; return where this rank was, which stays open."""
-        before = FabricPlace(
-            base=self.base,
-            communicator=self.communicator,
-            epoch=self.epoch,
-            numbers=self.numbers,
-            next_stream=self.next_stream,
-        )
+        """Go on with the communicator of another fabric; ``place`` is then where this rank was, which stays open."""
+        before = self.base, self.communicator, self.epoch, self.numbers, self.next_stream
         self.base, self.communicator, self.epoch = place.base, place.communicator, place.epoch
         self.numbers, self.next_stream = place.numbers, place.next_stream
+        place.base, place.communicator, place.epoch, place.numbers, place.next_stream = before
         self._on_move()
-        return before
+        return place
 
     def close(self) -> None:
         """Leave it in good order, and for good."""
@@ -675,15 +670,6 @@ def choose_sources(
 
 
 def _nearest(topology: Topology, holders: Collection[int], rank: int) -> int:
-    return min(holders, key=lambda holder: (-_shared(topology, holder, rank), holder))
-
-
-def _shared(topology: Topology, first: int, second: int) -> int:
-    """Return how many nodes below the root are above both."""
-    above = zip(reversed(topology.path(first)), reversed(topology.path(second)), strict=False)
-    count = 0
-    for one, other in above:
-        if one is not other:
-            break
-        count += 1
-    return count
+    """Return the holder with which ``rank`` has the most nodes above both."""
+    above = {id(node) for node in topology.path(rank)}
+    return max(holders, key=lambda holder: (sum(id(node) in above for node in topology.path(holder)), -holder))

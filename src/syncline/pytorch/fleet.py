@@ -31,7 +31,7 @@ from syncline.topology import Topology
 if TYPE_CHECKING:
     from syncline.runtime import FleetStatistics
 
-_OF_THE_LIBRARY = frozenset({"add_update", "close_at_exit", "notice"})
+_OF_THE_LIBRARY = frozenset({"add_update", "notice"})
 _entering = threading.Lock()
 _current: Fleet | None = None
 
@@ -394,10 +394,6 @@ class Fleet(FabricPlace):
             return ""
         return f"it ended with {type(error).__name__}: {str(error).partition(chr(10))[0]}".removesuffix(": ")
 
-    def close_at_exit(self) -> None:
-        """Close the fleet when the interpreter ends, if nobody did before."""
-        atexit.register(self._close_at_exit)
-
     def _close_at_exit(self) -> None:
         """After an exception, others must not wait for this rank, nor it for them."""
         self.error_in_flight = getattr(sys, "last_value", None)
@@ -425,11 +421,12 @@ def check_first() -> None:
 
 
 def enter_fleet(fleet: Fleet) -> None:
-    """Make ``fleet`` the one that ``distribute()`` finds; there may be no other."""
+    """Make ``fleet`` the one that ``distribute()`` finds, until the interpreter ends; there may be no other."""
     global _current  # noqa: PLW0603 - one process is one rank of one job
     with _entering:
         check_first()
         _current = fleet
+        atexit.register(fleet._close_at_exit)
 
 
 def leave_fleet(fleet: Fleet) -> None:

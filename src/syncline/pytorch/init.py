@@ -160,7 +160,6 @@ def open_fleet(environment: Environment, *, is_current: bool = True) -> Fleet:
             if environment.on_preemption is not None:
                 fleet.preemption = Preemption(Notice[environment.on_preemption.upper()])
                 fleet.preemption.begin()
-            fleet.close_at_exit()
         stack.pop_all()
     return fleet
 

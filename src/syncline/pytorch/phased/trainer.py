@@ -185,7 +185,7 @@ def phase(
     except BaseException:
         kept.close()
         raise
-    fleet.on_close(partial(_end, trainer))
+    fleet.on_close(lambda is_failing: trainer.close(is_failing=is_failing))
     fleet.add_update(trainer.statistics)
     return trainer
 
@@ -372,7 +372,3 @@ def _storage(given: str | Path | Folder | None, rank: int, *, resumes: bool) -> 
     if isinstance(given, str | Path):
         return Folder(Path(given) / f"rank-{rank:04d}")
     return given
-
-
-def _end(trainer: PhasedTrainer, is_failing: bool) -> None:
-    trainer.close(is_failing=is_failing)
