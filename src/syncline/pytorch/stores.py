@@ -25,7 +25,7 @@ from syncline.errors import ConfigurationError, RendezvousError
 from syncline.fabric import FabricOptions
 from syncline.fabric.rendezvous import begin_on_thread
 from syncline.fabric.shared_port import CONNECT_S, SharedStore, StoreSplices
-from syncline.fabric.sockets import BACKLOG, listen_at, listen_in_range, open_socket
+from syncline.fabric.sockets import listen_at, listen_in_range, open_socket
 from syncline.observe import EVERY_S, FIRST_S, tell_if_long
 from syncline.pytorch.environment import Environment
 from syncline.updates.private_torch import default_store
@@ -98,7 +98,8 @@ def serve_store(options: FabricOptions) -> tuple[Store, int]:
     address = options.address or LOOPBACK
     if (port := options.shared_port) is not None:
         return _serve_shared(address, port, options, is_alone=False), port
-    listening = listen_in_range(address, options.ports, lambda port: _listen_on(address, port, options))
+    here = replace(options, network=None, congestion=None)
+    listening = listen_in_range(address, options.ports, lambda port: listen_at(address, here, port))
     port = listening.getsockname()[1]
     return _open_in_time(address, port, listening, timeout_s=options.connect_s), port
 
@@ -170,28 +171,18 @@ def _beyond_loopback(host: str, port: int, address: str) -> str:
 def _listen(host: str, port: int, options: FabricOptions, *, address: str) -> socket.socket:
     """Listen where ``host`` leads, if that is this machine; else, behind a service's address, on ``address``."""
     named = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    options.check_exposure(named)
     try:
-        return _listen_on(named, port, options)
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL or named == address:
+        return listen_at(named, replace(options, congestion=None), port)
+    except ConfigurationError as error:
+        cause = error.__cause__
+        assert isinstance(cause, OSError), "the kernel says why"
+        if cause.errno != errno.EADDRNOTAVAIL or named == address:
             raise RendezvousError(
                 f"rank 0 cannot serve the store at MASTER_ADDR:MASTER_PORT {format_endpoint(named, port)}: "
-                f"{error.strerror}; give all ranks a MASTER_PORT that no other program on rank 0's host uses"
-            ) from error
+                f"{cause.strerror}; give all ranks a MASTER_PORT that no other program on rank 0's host uses"
+            ) from cause
     return _listen(address, port, options, address=address)
-
-
-def _listen_on(address: str, port: int, options: FabricOptions) -> socket.socket:
-    options.check_exposure(address)
-    sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the next start need not wait for the last one
-        sock.bind((address, port))
-        sock.listen(BACKLOG)
-    except OSError:
-        sock.close()
-        raise
-    return sock
 
 
 def _open_in_time(
