@@ -44,11 +44,6 @@ class RestartLimits:
         if self.period_s <= 0:
             raise ConfigurationError(f"--restart-period must be more than 0 seconds, not {self.period_s:g}")
 
-    @property
-    def well_s(self) -> float:
-        """How long what runs well runs, at least."""
-        return 2 * self.longest_pause_s
-
     def __str__(self) -> str:
         times = "once" if self.count == 1 else f"{self.count} times"
         return f"{times} in {self.period_s:g} s"
@@ -73,7 +68,7 @@ class RestartBudget:
         self.taken_s = [taken_s for taken_s in self.taken_s if now_s - taken_s < self.limits.period_s]
         if len(self.taken_s) >= self.limits.count:
             return None
-        if ran_s >= self.limits.well_s:
+        if ran_s >= 2 * self.limits.longest_pause_s:  # it runs well
             self.num_doubled = 0
         pause_s = min(self.limits.first_pause_s * 2.0**self.num_doubled, self.limits.longest_pause_s)
         self.num_doubled += 1

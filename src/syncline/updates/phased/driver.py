@@ -145,8 +145,9 @@ class PairDriver(Driver):
         found: list[dict[str, torch.Tensor]] = []
 
         def take(tensors: dict[str, torch.Tensor]) -> None:
-            found.append(tensors)
-            self._wake()
+            with self._changed:
+                found.append(tensors)
+                self._changed.notify_all()
 
         self._stage_driver.store.read_parameters(number, take)
         late = f"Stage {number} was not read within {self._timeout_s:g} s ({self._storage.place})"
@@ -420,10 +421,6 @@ class PairDriver(Driver):
     def _on_silence(self) -> None:
         with self._changed:
             self._is_silent = self._is_listening
-            self._changed.notify_all()
-
-    def _wake(self) -> None:
-        with self._changed:
             self._changed.notify_all()
 
     def _tell_difference(self) -> None:

@@ -163,10 +163,6 @@ class Phases:
         """The phase that is computed now, or else the next one."""
         return self._computing or (self._queue[0] if self._queue else None)
 
-    def is_last_micro(self, phase: Phase) -> bool:
-        """Whether ``phase`` ends a visit."""
-        return phase.micro == self._num_micros - 1
-
     def start(self) -> list[Instruction]:
         """Load what the first pass needs first."""
         return self._go_on()
@@ -200,7 +196,7 @@ class Phases:
         following = _after(phase, self._kind, self.num_stages)
         instructions: list[Instruction] = [Send(following)] if following is not None else []
         instructions += self.inputs.used(phase, keeps_input=is_forward and self._kind is Pass.TRAIN)
-        if not is_forward and self.is_last_micro(phase):
+        if not is_forward and phase.micro == self._num_micros - 1:
             held.is_waiting_for_update, held.step = True, self.step
             instructions.append(Reduce(phase.stage))
         return instructions + self._go_on()
