@@ -311,8 +311,8 @@ JOB_MUTANTS = (
         changes=(
             Change(
                 file="updates/phased/storage.py",
-                before="                    os.fsync(descriptor)\n",
-                after="                    os.fstat(descriptor)\n",
+                before="        os.fsync(descriptor)\n",
+                after="        os.fstat(descriptor)\n",
             ),
         ),
         found_by=NamedTest(

@@ -69,13 +69,7 @@ class Training:
         """Whether this rank has no data, and follows the others in :meth:`serve`."""
         self.tensors = frozenset(tensor for bucket in updater.buckets for tensor in bucket.tensors)
         self._consistency = Consistency(model, updater, every=check_every)
-        self._watch = StepWatch(
-            updater.buckets,
-            rank=control.rank,
-            ranks=updater.reporting_ranks,
-            notice=notice,
-            heard=lambda: updater.nonfinite_origin,
-        )
+        self._watch = _watch_steps(updater, notice)
         self.collector = GradientCollector(
             updater,
             updater.make_reports(),
@@ -447,6 +441,16 @@ class Training:
         """Raise :class:`UpdateError` if the fleet was closed."""
         if self.is_closed:
             raise UpdateError("The fleet of this model was closed; call syncline.init() and distribute() again")
+
+
+def _watch_steps(updater: Updater, notice: Callable[[], Notice]) -> StepWatch:
+    return StepWatch(
+        updater.buckets,
+        rank=updater.collectives.control.rank,
+        ranks=updater.reporting_ranks,
+        notice=notice,
+        heard=lambda: updater.nonfinite_origin,
+    )
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[list[int]]:
