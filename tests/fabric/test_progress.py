@@ -117,14 +117,6 @@ def test_foreign_code_that_is_held_waits_from_the_end_of_a_pass_until_it_is_rele
     assert told[2:] == [("wait", "elsewhere")], "it has gone on, whatever it held"
 
 
-def test_what_was_counted_goes_on_with_other_connections():
-    before, after = Progress(), Progress()
-    with before.stepping(0), before.waiting():
-        pass
-    after.continue_from(before)
-    assert (after.num_steps, after.steps_s, after.waited_s) == (1, before.steps_s, before.waited_s)
-
-
 def test_a_rank_is_stalled_after_the_limit_and_moves_with_its_next_call():
     told = []
     stalls = Stalls(3.0, lambda: told.append(stalls.stalled))

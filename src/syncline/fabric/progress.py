@@ -192,18 +192,6 @@ class Progress:
         if self.on_span is not None:
             self.on_span(f"step {self.num_steps if number is None else number}", "step", start_ns, now_ns)
 
-    def continue_from(self, before: Progress) -> None:
-        """Count on from where another left off, as the job goes on with other connections."""
-        self._began_ns, self.phase, self._phase_ns = before._began_ns, before.phase, before._phase_ns
-        self.phase_s, self.waited_s = dict(before.phase_s), dict(before.waited_s)
-        self._waited_in_s = dict(before._waited_in_s)
-        self.num_steps, self.steps_s = before.num_steps, before.steps_s
-        self._step_ns, self._first_step_ns = before._step_ns, before._first_step_ns
-        self._phase_around = before._phase_around
-        self.num_samples, self.loss, self.shortage = before.num_samples, before.loss, before.shortage
-        self.stored_s = before.stored_s
-        self.thread = before.thread
-
     def waiting(self, reason: str = "") -> AbstractContextManager[None]:
         """Count a call that waits for other ranks, and say so while it does: ``with progress.waiting(): ...``."""
         return _Wait(self, reason) if reason else self._wait

@@ -123,6 +123,7 @@ class TcpFabric:
         self._changed = asyncio.Event()
         self._liveness = Liveness(options, now_s=self._loop.time())
         self.progress = Progress()
+        """Another's, once the training goes over from that one's connections to these."""
         self.stalls = Stalls(options.stall_s, lambda: self._listener_slot.tell(lambda listener: listener.on_stall()))
         transport_set.native_transport.keep_beating(interval_s=options.heartbeat_s, limit_s=options.held_s)
         self._timer = self._loop.call_later(self._liveness.interval_s, self._tick)

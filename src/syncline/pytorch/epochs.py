@@ -635,6 +635,7 @@ class FleetGrowth:
 def _place_of(larger: joining.LargerFabric, fleet: FabricPlace) -> FabricPlace:
     admitted = larger.admitted
     job = admitted.job
+    admitted.fabric.progress = fleet.communicator.progress
     communicator = Communicator(
         larger.loop,
         admitted.fabric,
@@ -643,7 +644,6 @@ def _place_of(larger: joining.LargerFabric, fleet: FabricPlace) -> FabricPlace:
         timeout_s=fleet.communicator.timeout_s,
         on_close=larger.loop.stop,
     )
-    communicator.progress.continue_from(fleet.communicator.progress)
     epoch = Epoch(number=job.epoch, members=tuple(range(job.world_size)))
     return FabricPlace(base=communicator, communicator=communicator, epoch=epoch, numbers=job.numbers)
 
