@@ -15,8 +15,7 @@ from syncline.errors import HandshakeError
 from syncline.fabric import FabricOptions
 from syncline.members.job_record import JobRecord
 from syncline.runtime import CommunicationLoop, Communicator
-from syncline.runtime.joining import Entry, Growth, LargerFabric, server
-from syncline.runtime.joining.growth import Admitted
+from syncline.runtime.joining import Admitted, Entry, Growth, server
 from syncline.topology import Topology
 
 OPTIONS = FabricOptions(job_id="growing", secret=b"s" * 32, connect_s=20.0)
@@ -31,12 +30,12 @@ class Members:
     growths: list[Growth]
     job: JobRecord
 
-    def commit(self) -> list[LargerFabric | None]:
+    def commit(self) -> list[Admitted | None]:
         """Make the commit of a step: all see the same sums."""
         sums = [sum(numbers) for numbers in zip(*(growth.flags() for growth in self.growths), strict=True)]
         return [growth.follow(*sums) for growth in self.growths]
 
-    def commit_until_they_switch(self) -> list[LargerFabric]:
+    def commit_until_they_switch(self) -> list[Admitted]:
         """Make steps until newcomers are in."""
         deadline = threading.Event()
         for _ in range(int(PATIENCE_S / 0.01)):
@@ -94,22 +93,20 @@ def come(asked: tuple[str, int], gather: threading.Barrier, then: threading.Even
         entry.ask()
         gather.wait(PATIENCE_S)
         admitted = entry.enter(LINES, PATIENCE_S)
-        talk(admitted, entry.loop)
+        talk(admitted)
         then.wait(PATIENCE_S)
         return admitted
 
 
-def talk(admitted: Admitted, loop: CommunicationLoop) -> None:
-    communicator = Communicator(loop, admitted.fabric, admitted.job.topology, timeout_s=PATIENCE_S)
+def talk(admitted: Admitted) -> None:
+    communicator = Communicator(admitted.loop, admitted.fabric, admitted.job.topology, timeout_s=PATIENCE_S)
     communicator.barrier().wait()
     communicator.close()
 
 
-def everybody_talks(
-    larger: list[LargerFabric], comers: list[Future[Admitted]], then: threading.Event
-) -> list[Admitted]:
+def everybody_talks(larger: list[Admitted], comers: list[Future[Admitted]], then: threading.Event) -> list[Admitted]:
     with ThreadPoolExecutor(len(larger)) as pool:
-        for talked in [pool.submit(talk, one.admitted, one.loop) for one in larger]:
+        for talked in [pool.submit(talk, one) for one in larger]:
             talked.result(PATIENCE_S)
     then.set()
     for one in larger:
@@ -128,11 +125,11 @@ def test_newcomers_come_in_by_any_member_at_the_end_of_one_step() -> None:
         comers = [pool.submit(come, address, gather, then) for address in job.addresses]
         larger = job.commit_until_they_switch()
         admitted = everybody_talks(larger, comers, then)
-    assert [one.admitted.rank for one in larger] == [0, 1]
+    assert [one.rank for one in larger] == [0, 1]
     assert sorted(one.rank for one in admitted) == [2, 3]
     assert {one.job.numbers for one in admitted} == {(0, 1, 2, 3)}
     assert {one.job.epoch for one in admitted} == {1}
-    assert admitted[0].job == larger[0].admitted.job
+    assert admitted[0].job == larger[0].job
 
 
 def test_a_newcomer_that_goes_before_the_switch_is_not_waited_for() -> None:

@@ -542,16 +542,16 @@ class FleetGrowth:
         entry.close()
         self._entry = None
         try:
-            self._switch(growing, joining.LargerFabric(admitted=admitted, loop=entry.loop))
+            self._switch(growing, admitted)
         except BaseException:  # the members are told at once
             self._fleet.base.interrupt("this newcomer does not take part")
             self._fleet.base.close()
             raise
 
-    def _switch(self, growing: Growing, larger: joining.LargerFabric) -> None:
+    def _switch(self, growing: Growing, larger: joining.Admitted) -> None:
         """Go over to the larger job's fabric with all of its ranks, or stay if they do not meet there."""
-        fleet, job, rank = self._fleet, larger.admitted.job, larger.admitted.rank
-        is_newcomer, num_old = self._job is None, job.world_size - larger.admitted.num_newcomers
+        fleet, job, rank = self._fleet, larger.job, larger.rank
+        is_newcomer, num_old = self._job is None, job.world_size - larger.num_newcomers
         if rank == 0 and self._service is not None:
             self._service.switched()
         before = fleet.enter_fabric(_place_of(larger, fleet))
@@ -632,14 +632,13 @@ class FleetGrowth:
         self._recovery.tell(change)
 
 
-def _place_of(larger: joining.LargerFabric, fleet: FabricPlace) -> FabricPlace:
-    admitted = larger.admitted
-    job = admitted.job
-    admitted.fabric.progress = fleet.communicator.progress
+def _place_of(larger: joining.Admitted, fleet: FabricPlace) -> FabricPlace:
+    job = larger.job
+    larger.fabric.progress = fleet.communicator.progress
     communicator = Communicator(
         larger.loop,
-        admitted.fabric,
-        admitted.topology,
+        larger.fabric,
+        larger.topology,
         trace=fleet.communicator.trace,
         timeout_s=fleet.communicator.timeout_s,
         on_close=larger.loop.stop,

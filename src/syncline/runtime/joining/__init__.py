@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from syncline.late_imports import late_names
 
 if TYPE_CHECKING:
-    from syncline.runtime.joining.growth import Entry, Growth, LargerFabric
+    from syncline.runtime.joining.growth import Admitted, Entry, Growth
 
-__all__ = ["Entry", "Growth", "LargerFabric"]
+__all__ = ["Admitted", "Entry", "Growth"]
 
 __getattr__ = late_names(__name__, {"growth": " ".join(__all__)})

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from syncline.endpoints import format_endpoint
 from syncline.errors import ConfigurationError, DeadlineError, HandshakeError, RendezvousError, SynclineError
@@ -94,21 +94,23 @@ class Admitted:
     topology: Topology
     """Of its members, with their gateways chosen."""
     fabric: TcpFabric
+    loop: CommunicationLoop
+    """The fabric's, which is whoever takes it to stop."""
 
 
 @dataclass(slots=True)
 class Party:
-    """Follows what the member that leads says on ``connection``; on the loop on which the fabric is to live."""
+    """Follows what the member that leads says, on the ``loop`` on which the fabric is to live."""
 
-    connection: JoinConnection
     options: FabricOptions
+    loop: CommunicationLoop
     admitted: Admitted | None = None
     """Set when this rank is connected to all others."""
     _connecting: asyncio.Task[None] | None = None
     _rendezvous: AskedRendezvous | None = field(default=None, repr=False)
 
-    async def follow(self, *, is_newcomer: bool) -> Admitted:
-        """Connect as often as one is told to; return when the job has switched, and raise if it will not.
+    async def follow(self, connection: JoinConnection, *, is_newcomer: bool) -> Admitted:
+        """Connect as often as one is told to there; return when the job has switched, and raise if it will not.
 
         A member does not hear of the switch here, nor of an attempt that is given up: its training knows of both.
         Raises ``HandshakeError`` with the reason where a newcomer is refused, and ``EOFError`` if who leads is gone:
@@ -116,13 +118,14 @@ class Party:
         """
         try:
             while True:
-                message = await self._receive(is_newcomer=is_newcomer)
+                message = await self._receive(connection, is_newcomer=is_newcomer)
                 kind = message["kind"]
                 if kind == "switched" and self.admitted is not None:
                     return self.admitted
                 if kind == "connect":
                     await self.drop()
-                    self._connect(message)
+                    self._rendezvous = AskedRendezvous(connection, attempt=int(message["attempt"]))
+                    self._connecting = asyncio.create_task(self._open(connection, message, self._rendezvous))
                 elif kind == "generation" and self._rendezvous is not None:
                     self._rendezvous.tell(_generation(message))
                 elif kind == "abandoned" and is_newcomer:
@@ -141,9 +144,9 @@ class Party:
         if admitted is not None:
             admitted.fabric.abort("the larger job was given up")
 
-    async def _receive(self, *, is_newcomer: bool) -> dict[str, Any]:
+    async def _receive(self, connection: JoinConnection, *, is_newcomer: bool) -> dict[str, Any]:
         try:
-            message = await self.connection.receive()
+            message = await connection.receive()
         except EOFError:
             if is_newcomer or self.admitted is None:
                 raise
@@ -154,12 +157,7 @@ class Party:
             raise HandshakeError(f"The job does not let this process in: {message['why']}")
         return message
 
-    def _connect(self, plan: dict[str, Any]) -> None:
-        rendezvous = AskedRendezvous(self.connection, attempt=int(plan["attempt"]))
-        self._rendezvous = rendezvous
-        self._connecting = asyncio.create_task(self._open(plan, rendezvous))
-
-    async def _open(self, plan: dict[str, Any], rendezvous: AskedRendezvous) -> None:
+    async def _open(self, connection: JoinConnection, plan: dict[str, Any], rendezvous: AskedRendezvous) -> None:
         attempt = int(plan["attempt"])
         try:
             job, rank = JobRecord.from_json(plan["job"]), int(plan["rank"])
@@ -173,13 +171,18 @@ class Party:
                 numbers=job.numbers,
             )
         except SynclineError as error:
-            await self.connection.send("failed", attempt=attempt, why=str(error))
+            await connection.send("failed", attempt=attempt, why=str(error))
             return
-        count = int(plan["num_newcomers"])
         self.admitted = Admitted(
-            attempt=attempt, rank=rank, job=job, num_newcomers=count, topology=topology, fabric=fabric
+            attempt=attempt,
+            rank=rank,
+            job=job,
+            num_newcomers=int(plan["num_newcomers"]),
+            topology=topology,
+            fabric=fabric,
+            loop=self.loop,
         )
-        await self.connection.send("connected", attempt=attempt)
+        await connection.send("connected", attempt=attempt)
 
 
 def _generation(message: dict[str, Any]) -> Generation:
@@ -304,7 +307,7 @@ class Entry:
         self._waits_for = "its members let it in at the end of a step"
         await self._connection.send("ready", lines=lines)
         try:
-            return await Party(self._connection, self.options).follow(is_newcomer=True)
+            return await Party(self.options, self.loop).follow(self._connection, is_newcomer=True)
         except EOFError as error:
             self._is_over = isinstance(error, JobOverError)
             self._connection.close()
@@ -318,21 +321,11 @@ def _reason(answer: Message) -> str:
     return str(answer["why"])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LargerFabric:
-    """What the members switch to; ``loop`` is the fabric's, and is whoever takes it to stop."""
-
-    admitted: Admitted
-    loop: CommunicationLoop
-
-
-@dataclass(slots=True, kw_only=True)
-class _Part:
+class _Part(NamedTuple):
     """This member's part in an attempt."""
 
     attempt: int
-    loop: CommunicationLoop
-    party: Future[Party]
+    party: Party
     following: Future[None]
 
 
@@ -384,7 +377,7 @@ class Growth:
         """Return this rank's two numbers for the next commit."""
         return self._server.decide() if self._rank == 0 else NO_FLAGS
 
-    def follow(self, begun: int, decided: int) -> LargerFabric | None:
+    def follow(self, begun: int, decided: int) -> Admitted | None:
         """Do what a commit's sums say; where all switch now, return what to."""
         if decided:
             return self._take(decided)
@@ -415,11 +408,11 @@ class Growth:
             self._failed_attempt = attempt
             _log.warning("nobody can come in: this rank cannot open what a larger job needs: %s; see ulimit -n", error)
             return
-        party: Future[Party] = Future()
+        party = Party(self._options, loop)
         following = asyncio.run_coroutine_threadsafe(self._follow(attempt, party), loop.clock)
-        self._part = _Part(attempt=attempt, loop=loop, party=party, following=following)
+        self._part = _Part(attempt, party, following)
 
-    async def _follow(self, attempt: int, asked: Future[Party]) -> None:
+    async def _follow(self, attempt: int, party: Party) -> None:
         assert self._job is not None, "the job can grow"
         connection = await dial_member(
             [self._job.join_addresses[0]],
@@ -429,26 +422,23 @@ class Growth:
         )
         try:
             await connection.send("member", attempt=attempt, epoch=self._job.epoch, rank=self._rank)
-            party = Party(connection, self._options)
-            asked.set_result(party)
-            await party.follow(is_newcomer=False)
+            await party.follow(connection, is_newcomer=False)
         finally:
             connection.close()
 
-    def _take(self, attempt: int) -> LargerFabric:
+    def _take(self, attempt: int) -> Admitted:
         part, self._part = self._part, None
         assert part is not None, "who leads has heard that this rank is connected"
         assert part.attempt == attempt, "attempts follow each other"
 
         def take() -> Admitted:
-            party = part.party.result()
-            admitted, party.admitted = party.admitted, None  # so that it is not dropped with the rest
+            admitted, part.party.admitted = part.party.admitted, None  # so that it is not dropped with the rest
             assert admitted is not None, "it has said so"
             return admitted
 
-        admitted = part.loop.call(take, ANSWER_S)
+        admitted = part.party.loop.call(take, ANSWER_S)
         part.following.cancel()
-        return LargerFabric(admitted=admitted, loop=part.loop)
+        return admitted
 
     def _leave_attempt(self) -> None:
         """Forget what was connected beside the training, or is on the way."""
@@ -458,11 +448,10 @@ class Growth:
 
         async def drop() -> None:
             part.following.cancel()
-            if part.party.done():
-                await part.party.result().drop()
+            await part.party.drop()
 
-        part.loop.run(drop(), ANSWER_S)
-        part.loop.stop()
+        part.party.loop.run(drop(), ANSWER_S)
+        part.party.loop.stop()
 
 
 def _listen(address: str, options: FabricOptions, port: int) -> socket.socket | SharedListener:
