@@ -12,7 +12,6 @@ its bytes, keyed by the handshake. Everything here is called on one asyncio loop
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import json
 import socket
@@ -22,7 +21,7 @@ from typing import Any
 from syncline.endpoints import format_endpoint
 from syncline.errors import HandshakeError
 from syncline.fabric import FabricOptions
-from syncline.fabric.dialling import FIRST_PAUSE_S, LONGEST_PAUSE_S, connect_to, dial_once, read_exactly
+from syncline.fabric.dialling import FIRST_PAUSE_S, LONGEST_PAUSE_S, connect_to, dial_once
 from syncline.fabric.handshake import REASONS, Dialer, FrameKeys, Refusal, RefusedError, Terms, derive_key
 from syncline.fabric.sockets import prepare_connected
 from syncline.members.job_record import Address
@@ -41,50 +40,39 @@ Message = dict[str, Any]
 class JoinConnection:
     """One end of an open connection; ``receive`` raises ``EOFError`` when the other end is gone."""
 
-    def __init__(self, sock: socket.socket, keys: FrameKeys) -> None:
-        self._socket = sock
-        self._keys = keys
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, keys: FrameKeys) -> None:
+        self._reader, self._writer, self._keys = reader, writer, keys
         self._num_sent = self._num_received = 0
-        self._sending = asyncio.Lock()
-        self._is_receiving = self._is_closing = False
+        writer.transport.set_write_buffer_limits(0)  # what was sent is with the kernel, and the socket may be closed
+
+    @classmethod
+    async def over(cls, sock: socket.socket, keys: FrameKeys | None) -> JoinConnection:
+        """Go on with a socket on which the handshake is over, and which is this one's to close."""
+        assert keys is not None, "these handshakes always ask for keys"
+        return cls(*await asyncio.open_connection(sock=sock), keys)
 
     async def send(self, kind: str, **fields: object) -> None:
         """Send a message; one to an end that is gone is dropped, and ``receive`` tells of it."""
         text = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode()
-        async with self._sending:
-            code = _code(self._keys.sending, self._num_sent, text)
-            self._num_sent += 1
-            try:
-                await asyncio.get_running_loop().sock_sendall(self._socket, _LENGTH.pack(len(text)) + code + text)
-            except OSError:
-                self.close()
-
-    async def receive(self) -> Message:
-        """Return the next message: a JSON object with a text ``kind``."""
-        self._is_receiving = True
+        self._writer.write(_LENGTH.pack(len(text)) + _code(self._keys.sending, self._num_sent, text) + text)
+        self._num_sent += 1
         try:
-            return await self._receive()
-        finally:
-            self._is_receiving = False
-            if self._is_closing:
-                self._socket.close()
+            await self._writer.drain()
+        except OSError:
+            self.close()
 
     def close(self) -> None:
         """Close the socket, and let who receives on it find its end; a second call does nothing."""
-        if self._socket.fileno() >= 0 and self._is_receiving:
-            self._is_closing = True
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-        else:
-            self._socket.close()
+        self._writer.transport.abort()
 
-    async def _receive(self) -> Message:
+    async def receive(self) -> Message:
+        """Return the next message: a JSON object with a text ``kind``."""
         try:
-            (num_bytes,) = _LENGTH.unpack(await read_exactly(self._socket, _LENGTH.size))
+            (num_bytes,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if num_bytes > MAX_MESSAGE_BYTES:
                 raise EOFError
-            code = await read_exactly(self._socket, _MAC_BYTES)
-            text = await read_exactly(self._socket, num_bytes)
+            code = await self._reader.readexactly(_MAC_BYTES)
+            text = await self._reader.readexactly(num_bytes)
         except OSError as error:
             raise EOFError from error
         if not hmac.compare_digest(code, _code(self._keys.receiving, self._num_received, text)):
@@ -156,10 +144,8 @@ async def _dial(address: Address, options: FabricOptions, own_address: str) -> J
         raise HandshakeError(
             f"The member at {format_endpoint(*address)} refuses this process: {_reason(refused.refusal)}"
         ) from refused
-    keys = dialer.frame_keys
-    assert keys is not None, "these handshakes always ask for keys"
     prepare_connected(sock, 0, options)
-    return JoinConnection(sock, keys)
+    return await JoinConnection.over(sock, dialer.frame_keys)
 
 
 def _reason(refusal: Refusal) -> str:

@@ -8,7 +8,6 @@ Everything here is called on one asyncio loop, if nothing else is said.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import threading
@@ -151,14 +150,17 @@ class JoinServer:
     # --- who asks -----------------------------------------------------------------------------------------------
 
     def _on_connection(self, admission: Admission, sock: socket.socket) -> None:
-        assert admission.frame_keys is not None, "these handshakes always ask for keys"
-        with contextlib.suppress(OSError):
-            prepare_connected(sock, 0, self._options)
-        task = self._loop.create_task(self._serve(JoinConnection(sock, admission.frame_keys)))
+        task = self._loop.create_task(self._serve(admission, sock))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, connection: JoinConnection) -> None:
+    async def _serve(self, admission: Admission, sock: socket.socket) -> None:
+        try:
+            prepare_connected(sock, 0, self._options)
+            connection = await JoinConnection.over(sock, admission.frame_keys)
+        except OSError:  # it has gone again
+            sock.close()
+            return
         asker: _Asker | None = None
         try:
             async with asyncio.timeout(self._options.handshake_s):
