@@ -162,10 +162,9 @@ class Victim:
         """Raise if a rule is broken."""
         for destination in self.destinations:
             destination.check()
-        if not self.outcome and self.transport.statistics().unexpected_bytes > CREDIT_BYTES:
-            raise RuleBrokenError(
-                f"{self.transport.statistics().unexpected_bytes} bytes wait for nobody; {CREDIT_BYTES} are allowed"
-            )
+        waiting_bytes = self.transport_set.native_transport.unexpected_bytes(1)
+        if not self.outcome and waiting_bytes > CREDIT_BYTES:
+            raise RuleBrokenError(f"{waiting_bytes} bytes wait for nobody; {CREDIT_BYTES} are allowed")
 
     def close(self) -> None:
         """Release everything, and check that nothing is held any more."""

@@ -19,7 +19,7 @@ from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions, lending
 from syncline.fabric.lending import borrow, find_network, open_meeting_place
 from syncline.fabric.shared_port import SharedListener, lending as lending_for, prefix_of
-from syncline.fabric.sockets import listen_at, open_dialling_socket
+from syncline.fabric.sockets import listen_at, open_socket
 from syncline.user_folder import served_paths, user_folder
 
 LOOPBACK = "127.0.0.1"
@@ -74,7 +74,7 @@ def test_what_is_lent_listens_and_dials_and_outlives_who_lent(options: FabricOpt
         lent = with_network(options)
         assert lent.address == LOOPBACK
         listening = listen_at(LOOPBACK, lent, 0)
-        dialling = open_dialling_socket(LOOPBACK, lent)
+        dialling = open_socket(LOOPBACK, lent)
     assert left_in_folder(options) == []
     for sock in (listening, dialling):
         assert sock.gettimeout() == 0.0
@@ -145,7 +145,7 @@ def test_once_nobody_lends_any_more_an_error_says_so(options: FabricOptions) -> 
         with pytest.raises(ConfigurationError, match=r"cannot listen on .*no rank of this host lends"):
             listen_at(LOOPBACK, lent, 0)
     with pytest.raises(OSError, match=r"no rank of this host lends"):
-        open_dialling_socket(LOOPBACK, lent)
+        open_socket(LOOPBACK, lent)
     assert left_in_folder(options) == []
 
 

@@ -16,6 +16,7 @@ from itertools import count
 
 from syncline.endpoints import format_endpoint
 from syncline.errors import HandshakeError
+from syncline.fabric import sockets
 from syncline.fabric.handshake import (
     FINISH_BYTES,
     HELLO_BYTES,
@@ -33,7 +34,6 @@ from syncline.fabric.handshake import (
     Terms,
 )
 from syncline.fabric.options import FabricOptions
-from syncline.fabric.sockets import open_dialling_socket
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
@@ -138,8 +138,9 @@ async def connect_to(
     address: tuple[str, int], own_address: str, options: FabricOptions, *, connect_s: float | None = None
 ) -> socket.socket:
     """Return a socket from ``own_address`` that is connected to ``address``; OSError if not within ``connect_s``."""
-    sock = open_dialling_socket(own_address, options)
+    sock = sockets.open_socket(own_address, options)
     try:
+        sock.bind((own_address, 0))
         async with asyncio.timeout(connect_s):
             await asyncio.get_running_loop().sock_connect(sock, address)
     except BaseException:

@@ -16,7 +16,7 @@ import selectors
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from syncline.fabric import _native
 from syncline.fabric._native import GrantScheduler, NativeTransport, wait
@@ -35,7 +35,7 @@ from syncline.fabric.slice_executor import (
     SliceExecutor,
     Slices,
 )
-from syncline.fabric.sockets import busy_seconds, lost_bytes, mark, round_trip_seconds
+from syncline.fabric.sockets import TcpCounters, mark, tcp_counters
 
 if TYPE_CHECKING:
     from syncline.fabric.statistics import ConnectionStatistics
@@ -45,15 +45,6 @@ FAULT, SUSPENDED = 12, 13
 """Kinds of events, as ``native/events.hpp`` counts them; those with whom to call bring nothing else."""
 MAX_PASSES = 8
 """How often what Python does may bring about more, before the loop has its turn."""
-
-
-class PeerStatistics(NamedTuple):
-    """All counters of the connections to one peer."""
-
-    unexpected_bytes: int
-    pending_receives: int
-    dropped_messages: int
-    connections: tuple[ConnectionStatistics, ...] = ()
 
 
 class PeerTransportEvents(Protocol):
@@ -295,8 +286,8 @@ class PeerTransport:
         """Copy messages out of the peer's memory where it names their addresses; it is process ``pid``."""
         self._native_transport.let_be_read(self._peer, pid)
 
-    def statistics(self) -> PeerStatistics:
-        """Return a frozen record of all counters."""
+    def connections(self) -> list[ConnectionStatistics]:
+        """Return a frozen record of the counters of each connection."""
         from syncline.fabric.statistics import ConnectionStatistics  # a start counts nothing
 
         names = (
@@ -314,22 +305,15 @@ class PeerTransport:
         sent_bytes, num_sent, received_bytes, num_received = self._native_transport.memory_counters(self._peer)
         if num_sent or num_received:
             counters.append((MEMORY_CLASS, sent_bytes, num_sent, received_bytes, num_received, 0, 0, 0, 0))
-        sockets = dict(enumerate(self._sockets, start=CONTROL_CLASS))
-        return PeerStatistics(
-            connections=tuple(
-                ConnectionStatistics(
-                    peer=self._peer,
-                    busy_s=busy_seconds(sockets[entry[0]]) if entry[0] in sockets else 0.0,
-                    lost_bytes=lost_bytes(sockets[entry[0]]) if entry[0] in sockets else 0,
-                    round_trip_s=round_trip_seconds(sockets[entry[0]]) if entry[0] in sockets else 0.0,
-                    **dict(zip(names, entry, strict=True)),
-                )
-                for entry in counters
-            ),
-            unexpected_bytes=self._native_transport.unexpected_bytes(self._peer),
-            pending_receives=self._native_transport.num_pending(self._peer),
-            dropped_messages=self._native_transport.num_dropped(self._peer),
-        )
+        of_kernel = {number: tcp_counters(sock) for number, sock in enumerate(self._sockets, start=CONTROL_CLASS)}
+        return [
+            ConnectionStatistics(
+                peer=self._peer,
+                **dict(zip(names, entry, strict=True)),
+                **of_kernel.get(entry[0], TcpCounters())._asdict(),
+            )
+            for entry in counters
+        ]
 
     def handle(self, kind: int, tag: int, number: int, other: int, text: bytes) -> None:
         """Tell of one event; a peer that is gone has no more to tell."""

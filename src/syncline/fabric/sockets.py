@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from syncline.endpoints import format_endpoint, without_brackets
 from syncline.errors import ConfigurationError
@@ -158,17 +158,6 @@ def _check_congestion(sock: socket.socket, options: FabricOptions) -> None:
         ) from error
 
 
-def open_dialling_socket(address: str, options: FabricOptions) -> socket.socket:
-    """Return a socket that leaves from ``address``."""
-    sock = open_socket(address, options)
-    try:
-        sock.bind((address, 0))
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
 def open_socket(address: str, options: FabricOptions) -> socket.socket:
     """Return a socket for ``address``, of this rank's network; OSError if nobody lends it that any more."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -206,43 +195,36 @@ def _choose_congestion(sock: socket.socket, name: str) -> None:
             return
 
 
-def resent_segments(sock: socket.socket) -> int:
-    """Return how many segments were sent again because they were lost: not those that the peer then had twice.
+class TcpCounters(NamedTuple):
+    """What a kernel has counted of one connection; zeros where it does not tell (before Linux 4.19), or is no TCP."""
 
-    0 where this is no TCP connection, or the kernel does not tell (before Linux 4.19).
-    """
-    resent, twice = _info(sock, _TOTAL_RETRANS, _DSACK_DUPS, num_bytes=4)
-    return max(0, resent - twice)
-
-
-def lost_bytes(sock: socket.socket) -> int:
-    """Return how much was sent again because it was lost, likewise."""
-    (num_bytes,) = _info(sock, _BYTES_RETRANS, num_bytes=8)
-    resent, twice = _info(sock, _TOTAL_RETRANS, _DSACK_DUPS, num_bytes=4)
-    return num_bytes * max(0, resent - twice) // resent if resent else 0
+    busy_s: float = 0.0
+    """For how long this end had something to send, and the other end room for it."""
+    lost_bytes: int = 0
+    """What was sent again because it was lost: not what the peer then had twice."""
+    round_trip_s: float = 0.0
+    """The shortest round trip to the other end's kernel in the last minutes."""
 
 
-def busy_seconds(sock: socket.socket) -> float:
-    """Return for how long this end had something to send, and the other end room for it; 0 where nobody tells."""
-    busy_us, waited_us = _info(sock, _BUSY_US, _WAITED_US, num_bytes=8)
-    return max(0, busy_us - waited_us) / 1e6
-
-
-def round_trip_seconds(sock: socket.socket) -> float:
-    """Return the shortest round trip to the other end's kernel in the last minutes; 0 where nobody tells."""
-    (microseconds,) = _info(sock, _MIN_RTT_US, num_bytes=4)
-    return 0.0 if microseconds == _NO_RTT else microseconds / 1e6
-
-
-def _info(sock: socket.socket, *places: int, num_bytes: int) -> list[int]:
-    """Return what the kernel knows of a connection, at these places of ``struct tcp_info``; zeros if nothing."""
+def tcp_counters(sock: socket.socket) -> TcpCounters:
+    """Return what the kernel has counted of a connection."""
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _NUM_INFO_BYTES)
     except OSError:
         info = b""
     if len(info) < _NUM_INFO_BYTES:
-        return [0] * len(places)
-    return [int.from_bytes(info[place : place + num_bytes], sys.byteorder) for place in places]
+        return TcpCounters()
+    total_resent, resent_twice, min_rtt_us = (
+        int.from_bytes(info[place : place + 4], sys.byteorder) for place in (_TOTAL_RETRANS, _DSACK_DUPS, _MIN_RTT_US)
+    )
+    busy_us, waited_us, resent_bytes = (
+        int.from_bytes(info[place : place + 8], sys.byteorder) for place in (_BUSY_US, _WAITED_US, _BYTES_RETRANS)
+    )
+    return TcpCounters(
+        busy_s=max(0, busy_us - waited_us) / 1e6,
+        lost_bytes=resent_bytes * max(0, total_resent - resent_twice) // max(1, total_resent),
+        round_trip_s=0.0 if min_rtt_us == _NO_RTT else min_rtt_us / 1e6,
+    )
 
 
 def _loopback_congestion(sock: socket.socket) -> str | None:

@@ -246,14 +246,14 @@ class TcpFabric:
         """Return a frozen record of all counters."""
         from syncline.fabric.statistics import FabricStatistics  # a start counts nothing
 
-        of_peers = [peer.transport.statistics() for peer in self._peers.values()]
+        native, peers = self._transport_set.native_transport, self._peers
         return FabricStatistics(
             rank=self._rank,
             time_s=self._loop.time(),
-            connections=tuple(entry for one in of_peers for entry in one.connections),
-            unexpected_bytes=sum(one.unexpected_bytes for one in of_peers),
-            pending_receives=sum(one.pending_receives for one in of_peers),
-            dropped_messages=sum(one.dropped_messages for one in of_peers),
+            connections=tuple(entry for peer in peers.values() for entry in peer.transport.connections()),
+            unexpected_bytes=sum(map(native.unexpected_bytes, peers)),
+            pending_receives=sum(map(native.num_pending, peers)),
+            dropped_messages=sum(map(native.num_dropped, peers)),
             refused_connections=self._mesh.acceptor.num_refused,
             lost_peers=tuple(sorted(self._lost)),
             suspect_peers=tuple(sorted(self._liveness.suspects)),
