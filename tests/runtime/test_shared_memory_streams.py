@@ -84,9 +84,9 @@ def test_a_rank_moves_only_what_others_need(with_segment):
         sent = []
         for schedule in (scatter, gather):
             view = memoryview(np.ones(NUM_ELEMENTS, "f4")).cast("B")
-            before = [moved for _, moved, _, _ in communicator._shared_memory[STREAM].traffic().values()]
+            before = [one.sent_bytes for one in communicator._shared_memory[STREAM].traffic()]
             communicator.start(schedule, view, FLOAT32, layout=layout, stream=STREAM).wait(60)
-            after = [moved for _, moved, _, _ in communicator._shared_memory[STREAM].traffic().values()]
+            after = [one.sent_bytes for one in communicator._shared_memory[STREAM].traffic()]
             sent.append([new - old for new, old in zip(after, before, strict=True)])
         return sent
 

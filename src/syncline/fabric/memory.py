@@ -10,7 +10,7 @@ import asyncio
 import heapq
 import random
 from collections.abc import Callable, Collection, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 
 from syncline.arguments import Count, Seconds, Whole, checked
@@ -323,16 +323,7 @@ class MemoryFabric:
             rank=self.rank,
             time_s=self._network.loop.time(),
             connections=tuple(
-                ConnectionStatistics(
-                    peer=peer,
-                    connection_class=connection_class,
-                    sent_bytes=counters.sent_bytes,
-                    sent_messages=counters.sent_messages,
-                    received_bytes=counters.received_bytes,
-                    received_messages=counters.received_messages,
-                    overhead_bytes=0,
-                    queued_bytes=counters.queued_bytes,
-                )
+                ConnectionStatistics(peer=peer, connection_class=connection_class, **asdict(counters))
                 for (peer, connection_class), counters in sorted(self._counters.items())
             ),
             unexpected_bytes=sum(

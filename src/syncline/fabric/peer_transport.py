@@ -15,6 +15,7 @@ import os
 import selectors
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -288,19 +289,9 @@ class PeerTransport:
 
     def connections(self) -> list[ConnectionStatistics]:
         """Return a frozen record of the counters of each connection."""
-        from syncline.fabric.statistics import ConnectionStatistics  # a start counts nothing
+        from syncline.fabric.statistics import ClassStatistics, ConnectionStatistics  # a start counts nothing
 
-        names = (
-            "connection_class",
-            "sent_bytes",
-            "sent_messages",
-            "received_bytes",
-            "received_messages",
-            "overhead_bytes",
-            "queued_bytes",
-            "reconnects",
-            "resent_bytes",
-        )
+        names = [field.name for field in fields(ClassStatistics)]  # of which compiled code has the first, in this order
         counters = self._native_transport.counters(self._peer)
         sent_bytes, num_sent, received_bytes, num_received = self._native_transport.memory_counters(self._peer)
         if num_sent or num_received:
@@ -309,7 +300,7 @@ class PeerTransport:
         return [
             ConnectionStatistics(
                 peer=self._peer,
-                **dict(zip(names, entry, strict=True)),
+                **dict(zip(names, entry, strict=False)),
                 **of_kernel.get(entry[0], TcpCounters())._asdict(),
             )
             for entry in counters

@@ -15,9 +15,9 @@ class ClassStatistics:
     sent_messages: int
     received_bytes: int
     received_messages: int
-    overhead_bytes: int
+    overhead_bytes: int = 0
     """Headers and control frames, both directions."""
-    queued_bytes: int
+    queued_bytes: int = 0
     """Payload that waits to be sent, now."""
     reconnects: int = 0
     """How often a connection broke and was opened again."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from types import MappingProxyType
 
-from syncline.fabric import MEMORY_CLASS, ConnectionStatistics, Fabric, FabricStatistics, Progress
+from syncline.fabric import Fabric, FabricStatistics, Progress
 from syncline.runtime.engine import Engine
 from syncline.runtime.shared_memory import SharedMemoryCollectives
 from syncline.topology import DirectedLink, Topology
@@ -141,7 +141,7 @@ def take_statistics(
     moved = fabric.statistics()
     counts = [(engine.num_calls, engine.call_bytes)]
     for segment in shared_memory:
-        moved = with_traffic(moved, segment.traffic())
+        moved = replace(moved, connections=(*moved.connections, *segment.traffic()))
         counts.append((segment.num_calls, segment.call_bytes))
     return FleetStatistics(
         fabric=moved,
@@ -168,27 +168,6 @@ def add_counts(counts: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
     for each in counts:
         total.update(each)
     return MappingProxyType(dict(total))
-
-
-def with_traffic(fabric: FabricStatistics, segment: Mapping[int, tuple[int, int, int, int]]) -> FabricStatistics:
-    """Add what went over the segment, as memory that was copied within the machine.
-
-    ``segment``: for each peer the messages that it read of this rank's, and their bytes; and what this rank read of it.
-    """
-    entries = tuple(
-        ConnectionStatistics(
-            peer=peer,
-            connection_class=MEMORY_CLASS,
-            sent_bytes=sent_bytes,
-            sent_messages=sent_messages,
-            received_bytes=received_bytes,
-            received_messages=received_messages,
-            overhead_bytes=0,
-            queued_bytes=0,
-        )
-        for peer, (sent_messages, sent_bytes, received_messages, received_bytes) in segment.items()
-    )
-    return replace(fabric, connections=fabric.connections + entries)
 
 
 def link_bytes(fabric: FabricStatistics, topology: Topology) -> dict[DirectedLink, int]:

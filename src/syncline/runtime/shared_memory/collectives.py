@@ -38,7 +38,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -52,7 +52,7 @@ from syncline.runtime.shared_memory.operation import PAYLOAD_BYTES, Operation, P
 from syncline.runtime.work import Work
 
 if TYPE_CHECKING:
-    from syncline.fabric import _native
+    from syncline.fabric import ConnectionStatistics, _native
     from syncline.runtime.shared_memory.segment import Segment
 
 LOOK_S = 0.05
@@ -141,15 +141,21 @@ class SharedMemoryCollectives:
         """Take note that some rank is lost, or has left, or that this one is closing."""
         self._has_lost = True
 
-    def traffic(self) -> Mapping[int, tuple[int, int, int, int]]:
-        """Return for each other rank the calls and messages that it read here, and their bytes; and those of its."""
+    def traffic(self) -> Iterator[ConnectionStatistics]:
+        """Yield what each other rank has read of this one here, and this one of it: calls, and messages."""
+        from syncline.fabric import MEMORY_CLASS, ConnectionStatistics  # a start counts nothing
+
         num_calls = sum(self.num_calls.values())
-        found = {}
         for rank in self._others:
             messages, num_bytes, received, received_bytes = self.inboxes.counts(rank)
-            sent = num_calls + messages, self._sent_bytes[rank] + num_bytes
-            found[rank] = *sent, num_calls + received, self._received_bytes[rank] + received_bytes
-        return found
+            yield ConnectionStatistics(
+                peer=rank,
+                connection_class=MEMORY_CLASS,
+                sent_messages=num_calls + messages,
+                sent_bytes=self._sent_bytes[rank] + num_bytes,
+                received_messages=num_calls + received,
+                received_bytes=self._received_bytes[rank] + received_bytes,
+            )
 
     @property
     def inboxes(self) -> _native.Inboxes:
