@@ -63,7 +63,7 @@ def test_whom_calls_fail_for_is_lost_before_what_that_rank_reports():
     """Rank 1 hangs; rank 2, of whom it has heard first that it does, must not be believed to be lost."""
     communicator = CountingCommunicator()
     regroup = Regroup(communicator, EPOCH, stream=1, min_ranks=1, timeout_s=1.0)
-    communicator.loss = Failure(reason=DEADLINE, text="rank 1 sent nothing", rank=1, host="a")
+    communicator.loss = Failure(reason=DEADLINE, text="rank 1 sent nothing", rank=1)
     communicator.on_failure(None)
     communicator.on_control(1, encode_report(Report(base=EPOCH, losses={2: Loss(accuser=1)}, first_free=1)))
     assert set(regroup._machine.losses) == {1}

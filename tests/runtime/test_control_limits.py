@@ -55,8 +55,8 @@ BROKEN = {
     "half an envelope": b"\xff\x01",
     "no failure": told(3, b"{}"),
     "a failure without end": told(3, NESTED),
-    "a failure of nobody": told(3, json.dumps(["peer lost", "x", 1 << 40, ""]).encode()),
-    "a failure of a text": told(3, json.dumps(["peer lost", "x", "1", ""]).encode()),
+    "a failure of nobody": told(3, json.dumps(["peer lost", "x", 1 << 40, [], ""]).encode()),
+    "a failure of a text": told(3, json.dumps(["peer lost", "x", "1", [], ""]).encode()),
     "a wait for nobody": told(2, struct.pack("<II", 1, 2)),
     "a wait that is cut off": told(2, struct.pack("<II", 1 << 31, 0)),
     "an empty wait": told(2, b""),
@@ -76,14 +76,13 @@ def test_what_is_no_control_message_ends_in_an_error_that_names_its_sender(in_me
 
 
 def test_what_a_rank_says_is_shown_in_one_line_and_bounded():
-    failure = Failure(
-        reason="peer lost", text="rank 3\x1b[2J\r\nERROR: all is well\u202e" + "x" * 9000, rank=1, host="\x07"
-    )
+    text = "rank 3\x1b[2J\r\nERROR: all is well\u202e" + "x" * 9000
+    failure = Failure(reason="peer lost", text=text, rank=1, remedy="\x07")
     *_, body = control.decode_head(control.encode_failure(failure))
     shown = control.decode_failure(body, world_size=2)
     assert shown.text.startswith("rank 3\\x1b[2J\\r\\nERROR: all is well\\u202exxx")
     assert len(shown.text) == 3000
-    assert shown.host == "\\x07"
+    assert shown.remedy == "\\x07"
     *_, body = control.decode_head(control.encode_description(0, 0, Description(identity="a", text="b\x00" * 5000)))
     described = control.decode_description(body)
     assert described.identity == "a"

@@ -431,11 +431,10 @@ class Communicator:
         Elsewhere they end with :class:`PeerLostError`, which says that this rank gave up, and ``why``; where that is an
         error that names ranks at fault, with one of its kind that names them.
         """
-        failure = Failure(reason=CRASH, text=str(why), rank=self.rank, host=self.topology.host_of(self.rank).name)
+        failure = Failure(reason=CRASH, text=str(why), rank=self.rank)
         if isinstance(why, SynclineError) and why.ranks_at_fault:
             accused = tuple(self.members.index(rank) for rank in why.ranks_at_fault)
-            host = self.topology.host_of(accused[0]).name
-            failure = Failure(reason=reason_of(why), text=str(why), rank=accused[0], host=host, accused=accused)
+            failure = Failure(reason=reason_of(why), text=str(why), rank=accused[0], accused=accused)
         self._loop.call_soon(self._engine.give_up, failure)
 
     def end_with(self, group: Communicator) -> None:
@@ -453,8 +452,7 @@ class Communicator:
         """
         self._is_interrupted = True
         member = self.members.index(lost) if lost in self.members else self.rank
-        host = self.topology.host_of(member).name
-        failure = Failure(reason=PEER_LOST, text=why, rank=member, host=host, is_hearsay=True)
+        failure = Failure(reason=PEER_LOST, text=why, rank=member, is_hearsay=True)
         self._loop.call_soon(partial(self._engine.give_up, failure, tell=False))
 
     @property

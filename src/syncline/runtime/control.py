@@ -75,12 +75,11 @@ class Tally:
 
 
 class Failure(NamedTuple):
-    """Why an engine gave up, as it is told to the others; ``rank`` and ``host`` of whom it is about."""
+    """Why an engine gave up, as it is told to the others; ``rank`` is the one that it is about."""
 
     reason: str
     text: str
     rank: int
-    host: str
     accused: tuple[int, ...] = ()
     """All whom it is about, where it is about several; the first counts most."""
     remedy: str = ""
@@ -172,7 +171,6 @@ def encode_failure(failure: Failure) -> bytes:
         failure.reason,
         failure.text[:_MAX_TEXT],
         failure.rank,
-        failure.host,
         failure.accused[:_MAX_ACCUSED],
         failure.remedy,
     ]
@@ -182,7 +180,7 @@ def encode_failure(failure: Failure) -> bytes:
 def decode_failure(body: bytes, world_size: int) -> Failure:
     """Decode the body of a FAILED message."""
     try:
-        reason, text, rank, host, accused, remedy = json.loads(body)
+        reason, text, rank, accused, remedy = json.loads(body)
         named = [int(one) for one in (rank, *accused)]
     except (ValueError, TypeError, RecursionError) as error:
         raise ControlError("of a failure that cannot be read") from error
@@ -192,7 +190,6 @@ def decode_failure(body: bytes, world_size: int) -> Failure:
         reason=escape_text(str(reason)),
         text=escape_text(str(text), max_chars=_MAX_TEXT),
         rank=rank,
-        host=escape_text(str(host)),
         accused=tuple(named[1:]),
         remedy=escape_text(str(remedy)),
     )

@@ -204,7 +204,7 @@ class Engine:
             for payload in control.encode_leaving(oldest):
                 self._tell_all(payload)
         text = f"the communicator of rank {self._rank} is closed"
-        self._fail(Failure(reason=failures.CLOSED, text=text, rank=self._rank, host=""), tell=False)
+        self._fail(Failure(reason=failures.CLOSED, text=text, rank=self._rank), tell=False)
 
     def give_up(self, failure: Failure, *, tell: bool = True) -> None:
         """End all calls, here and on the other ranks (which know, without ``tell``), for what was found elsewhere."""
@@ -234,7 +234,7 @@ class Engine:
         """End all calls because our own code failed."""
         text = f"the communication loop of {self._fabric.describe_peer(self._rank)} failed: {error!r}"
         self._cause = self._cause or error
-        self._fail(Failure(reason=failures.CRASH, text=text, rank=self._rank, host=self._host(self._rank)))
+        self._fail(Failure(reason=failures.CRASH, text=text, rank=self._rank))
 
     # What the fabric tells.
 
@@ -244,14 +244,14 @@ class Engine:
         A rank that leaves tells before which calls it has completed. One that has not, such as a member that closes the
         job's fabric and never opened this group, will complete none.
         """
-        failure = Failure(reason=failures.PEER_LOST, text=str(error).rstrip("."), rank=peer, host=self._host(peer))
+        failure = Failure(reason=failures.PEER_LOST, text=str(error).rstrip("."), rank=peer)
         self._lost[peer] = failure
         has_told = isinstance(error, PeerLeftError) and peer in self._completed_by
         if self._failure is not None or has_told:
             return
-        if any(active.needs(peer, self._predecessor) for active in self._calls.values()):
+        needing = next((one for one in self._calls.values() if one.needs(peer, self._predecessor)), None)
+        if needing is not None:
             self._cause = error
-            needing = next(active for active in self._calls.values() if active.needs(peer, self._predecessor))
             self._fail(self._compared(failure, needing.call))
 
     def on_control(self, peer: int, payload: bytes) -> None:
@@ -260,7 +260,7 @@ class Engine:
             self._take_control(peer, payload)
         except ControlError as error:
             text = f"{self._fabric.describe_peer(peer)} broke the protocol: it told {error}"
-            self._fail(Failure(reason=failures.VIOLATION, text=text, rank=peer, host=self._host(peer)))
+            self._fail(Failure(reason=failures.VIOLATION, text=text, rank=peer))
 
     def on_stall(self) -> None:
         """End what has waited too long for a rank that is stalled now."""
@@ -278,7 +278,7 @@ class Engine:
             self._note_beside(peer, *control.decode_waiting(body, self._world_size))
         elif kind is ControlKind.FAILED:
             failure = control.decode_failure(body, self._world_size)
-            here = failures.heard_from(failure, peer, self._fabric.describe_peer, self._host(peer))
+            here = failures.heard_from(failure, peer, self._fabric.describe_peer)
             self._fail(here, tell=False)
         elif kind in control.WATCHING:
             self.on_watching(peer, kind, number, body)
@@ -295,7 +295,7 @@ class Engine:
             ranks = f"{self._fabric.describe_peer(peer)} and {self._fabric.describe_peer(self._rank)}"
             text = f"{ranks} disagree on how many bytes the first sends the second in {active.call.what}"
             reason = f"{text}; what a rank sends must be what its receiver expects"
-            self._fail(Failure(reason=failures.MISMATCH, text=reason, rank=peer, host=self._host(peer)))
+            self._fail(Failure(reason=failures.MISMATCH, text=reason, rank=peer))
             return
         if received == active.description.signature:
             self.crash(AssertionError(f"message {tag:#x} of rank {peer} has another size than its receive"))
@@ -332,11 +332,11 @@ class Engine:
         for active in self._calls.values():
             if active.number >= num_completed.get(active.call.stream, 0):
                 text = f"{self._fabric.describe_peer(peer)} closed its communicator before {active.call.what} was done"
-                failure = Failure(reason=failures.PEER_LOST, text=text, rank=peer, host=self._host(peer))
+                failure = Failure(reason=failures.PEER_LOST, text=text, rank=peer)
                 self._fail(self._compared(failure, active.call))
                 return
         text = f"{self._fabric.describe_peer(peer)} closed its communicator"
-        self._lost[peer] = Failure(reason=failures.PEER_LOST, text=text, rank=peer, host=self._host(peer))
+        self._lost[peer] = Failure(reason=failures.PEER_LOST, text=text, rank=peer)
 
     def _loss_that_matters(self, stream: int, number: int) -> Failure | None:
         """Return why a new call cannot be done; a rank that left may have done its part of it before."""
@@ -470,7 +470,7 @@ class Engine:
         texts = {self._rank: disagreement.ours.text, disagreement.peer: disagreement.theirs.text}
         place = f"call {key[1]} of stream {key[0]}"
         text, accused = failures.disagreement(texts, self._fabric.describe_peer, place)
-        self._fail(Failure(reason=failures.MISMATCH, text=text, rank=accused[0], accused=accused, host=""))
+        self._fail(Failure(reason=failures.MISMATCH, text=text, rank=accused[0], accused=accused))
 
     def _tell_waits(self, again: ActiveCall | None = None) -> None:
         """Tell everyone whom this rank waits for, so that each can name the culprit when time is over.
@@ -497,7 +497,7 @@ class Engine:
         late_s = self._clock.time() - due_s
         if late_s > failures.LATE_S:  # the others may have sent long ago what this rank has not read yet
             text = failures.was_away(self._fabric.describe_peer(self._rank), late_s, active.call)
-            self._fail(Failure(reason=failures.DEADLINE, text=text, rank=self._rank, host=self._host(self._rank)))
+            self._fail(Failure(reason=failures.DEADLINE, text=text, rank=self._rank))
             return
         active.awaited[self._rank] = active.awaited_peers(self._predecessor)
         waiting = [rank for rank, awaited in active.awaited.items() if awaited]
@@ -555,8 +555,7 @@ class Engine:
         elif odd and odd_call == call.what:
             sentences.insert(0, f"{whom} called {call.what}, and the others did not")
         accused = odd or sorted(culprits) or [self._rank]
-        host = self._host(accused[0])
-        self._fail(failures.late(call, sentences, accused=accused, host=host, remedy=remedy))
+        self._fail(failures.late(call, sentences, accused=accused, remedy=remedy))
 
     def _other_calls(self, peer: int) -> list[str]:
         """Return in what ``peer`` waits that was not called here."""
@@ -606,7 +605,7 @@ class Engine:
             handler(self._error(failure, None))
 
     def _error(self, failure: Failure, call: Call | None) -> SynclineError:
-        error = failures.error_for(failure, call, self._numbers)
+        error = failures.error_for(failure, call, self._numbers, host=self._host(failure.rank))
         error.__cause__ = self._cause
         return error
 

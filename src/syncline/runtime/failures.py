@@ -64,18 +64,19 @@ def reason_of(error: SynclineError) -> str:
     return DEADLINE if isinstance(error, DeadlineError) else MISMATCH
 
 
-def error_for(failure: Failure, call: Call | None, numbers: Sequence[int]) -> SynclineError:
+def error_for(failure: Failure, call: Call | None, numbers: Sequence[int], *, host: str) -> SynclineError:
     """Return the error that ``call`` ends with because of ``failure``; without a call, the failure itself.
 
-    ``numbers`` are the job's own of the ranks that make the call; the error has those of whom it is about.
+    ``numbers`` are the job's own of the ranks that make the call; the error has those of whom it is about, and the
+    ``host`` of the first.
     """
-    error = _worded(failure, call, numbers)
+    error = _worded(failure, call, numbers, host)
     if failure.reason != CLOSED:
         error.ranks_at_fault = tuple(numbers[rank] for rank in failure.accused or (failure.rank,))
     return error
 
 
-def _worded(failure: Failure, call: Call | None, numbers: Sequence[int]) -> SynclineError:
+def _worded(failure: Failure, call: Call | None, numbers: Sequence[int], host: str) -> SynclineError:
     what = "a collective" if call is None else call.what
     if failure.reason == MISMATCH:
         return MismatchError(failure.text)
@@ -91,7 +92,7 @@ def _worded(failure: Failure, call: Call | None, numbers: Sequence[int]) -> Sync
         waiters = [numbers[rank] for rank in call.needed_by(failure.rank)]
         text += f", during {what}; {wait_for(waiters, 'it')}"
     text += f"; {failure.remedy}" if failure.remedy else ""
-    return PeerLostError(text, rank=numbers[failure.rank], host=failure.host)
+    return PeerLostError(text, rank=numbers[failure.rank], host=host)
 
 
 def accuse(
@@ -125,11 +126,11 @@ def was_away(whom: str, late_s: float, call: Call) -> str:
     return f"{whom} {describe_absence(late_s)}, and {call.what} (deadline {call.timeout_s:g} s) was not done before"
 
 
-def late(call: Call, sentences: list[str], *, accused: Sequence[int], host: str, remedy: str) -> Failure:
+def late(call: Call, sentences: list[str], *, accused: Sequence[int], remedy: str) -> Failure:
     """Return the failure of a ``call`` whose time is over; ``accused`` are those whom the sentences are about."""
     text = "; ".join(sentences[:8]) or f"{call.what} was not done within {call.timeout_s:g} s"
     text += f"; {remedy}" if remedy else ""
-    return Failure(reason=DEADLINE, text=text, rank=accused[0], accused=tuple(accused), host=host)
+    return Failure(reason=DEADLINE, text=text, rank=accused[0], accused=tuple(accused))
 
 
 def common_call(text: str) -> str | None:
@@ -199,7 +200,7 @@ def ordinal(number: int) -> str:
     return f"{number}{ending}"
 
 
-def heard_from(failure: Failure, teller: int, describe: Callable[[int], str], host: str) -> Failure:
+def heard_from(failure: Failure, teller: int, describe: Callable[[int], str]) -> Failure:
     """Return what ``failure`` of another rank means here."""
     if failure.reason == PEER_LOST:
         return failure._replace(is_hearsay=failure.rank != teller)
@@ -207,7 +208,7 @@ def heard_from(failure: Failure, teller: int, describe: Callable[[int], str], ho
         return failure
     if failure.reason == DEADLINE:
         return failure._replace(remedy="")
-    return Failure(reason=PEER_LOST, text=f"{describe(teller)} gave up: {failure.text}", rank=teller, host=host)
+    return Failure(reason=PEER_LOST, text=f"{describe(teller)} gave up: {failure.text}", rank=teller)
 
 
 def wait_for(ranks: Collection[int], whom: str) -> str:
