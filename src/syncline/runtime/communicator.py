@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -53,8 +53,6 @@ MOST_PLANS = 32
 """Of which a trace tells; each takes the model some milliseconds."""
 FLUSH_S = 1.0
 """A rank that is killed leaves a trace without its last second."""
-CLOSE_S = 30.0
-"""The fabric's own deadline ends a close long before; this one is for a loop that does not answer."""
 LOOP_ANSWERS_S = 30.0
 """The fabric keeps its own deadlines; this is for a loop that does not answer."""
 
@@ -111,7 +109,7 @@ class Communicator:
         self._shared_memory: dict[int, SharedMemoryCollectives] = {}  # by the streams whose calls they take
         self._last_statistics: FleetStatistics | None = None
         self.max_inflight_bytes = max_inflight_bytes or self._plans.inflight_bytes
-        self._engine = loop.call(partial(self._make_engine, self.max_inflight_bytes), CLOSE_S)
+        self._engine = loop.call(partial(self._make_engine, self.max_inflight_bytes), LOOP_ANSWERS_S)
         self._engine.user_stream = self.user_stream
         self._watching = self._make_watching()
         loop.on_crash(self._engine.crash)
@@ -150,7 +148,7 @@ class Communicator:
                 trace=trace,
                 timeout_s=limit_s,
             )
-            fabric = loop.run(connecting, 2 * limit_s + CLOSE_S)
+            fabric = loop.run(connecting, 2 * limit_s + LOOP_ANSWERS_S)
             return cls(loop, fabric, topology, trace=trace, on_close=loop.stop, **settings)
         except BaseException:
             loop.stop()
@@ -477,30 +475,29 @@ class Communicator:
         """Return a frozen record of all counters; after a close, the last one."""
         if self._last_statistics is not None:
             return self._last_statistics
-        return self._loop.call(self._statistics, CLOSE_S)
+        return self._loop.call(self._statistics, LOOP_ANSWERS_S)
 
     def close(self) -> None:
         """Say goodbye and release everything; calls under way fail. Nothing happens twice, nor in a forked child."""
-        if self._is_closed or self.is_of_parent:
-            return
-        self._is_closed = True
-        try:
-            if self._loop.is_running():
-                self._loop.run(self._leave(), CLOSE_S)
-        finally:
-            self._released()
+        self._end(self._leave)
 
     @checked
     def abort(self, reason: str = "") -> None:
         """Release everything at once; the others see this rank as lost, and why. A second call does nothing."""
+        self._end(partial(self._break_off, reason))
+
+    def _end(self, end: Callable[[], Coroutine[Any, Any, None]]) -> None:
         if self._is_closed or self.is_of_parent:
             return
         self._is_closed = True
         try:
             if self._loop.is_running():
-                self._loop.run(self._break_off(reason), CLOSE_S)
+                self._loop.run(end(), LOOP_ANSWERS_S)
         finally:
-            self._released()
+            self._shared_memory.clear()
+            self.trace.flush()
+            if self._on_close is not None:
+                self._on_close()
 
     def watch_ranks(self) -> None:
         """Tell rank 0 every few seconds how this one fares; there, say on standard error who holds the others up."""
@@ -598,12 +595,6 @@ class Communicator:
         self._fabric.abort(reason or ABORTED)
         self._engine.leave(tell=False)
 
-    def _released(self) -> None:
-        self._shared_memory.clear()
-        self.trace.flush()
-        if self._on_close is not None:
-            self._on_close()
-
 
 class ConnectionClasses:
     """What all models of a job want of their connections; all ranks call its methods alike, on their training threads.
@@ -683,7 +674,7 @@ def communicators_in_memory(
             loop.stop()
 
     try:
-        fabrics = loop.call(partial(memory_fabrics, num_ranks, seed=seed), CLOSE_S)
+        fabrics = loop.call(partial(memory_fabrics, num_ranks, seed=seed), LOOP_ANSWERS_S)
         shape = topology if topology is not None else Topology.flat(num_ranks)
         return tuple(Communicator(loop, fabric, shape, on_close=on_close, **options) for fabric in fabrics)
     except BaseException:
