@@ -115,11 +115,6 @@ class CommunicationLoop:
         if handler in self._crash_handlers:
             self._crash_handlers.remove(handler)
 
-    def stand_back(self) -> None:
-        """Interrupt no thread that computes any more: for traffic that no step waits for. On the loop's thread."""
-        assert self.is_current(), "only a thread itself knows that it may stand back"
-        stand_back()
-
     @property
     def clock(self) -> asyncio.AbstractEventLoop:
         """The asyncio loop itself, for what lives on it."""
@@ -231,7 +226,8 @@ def ask_for_short_slices() -> bool:
 def stand_back() -> bool:
     """Let the calling thread interrupt no other from now on; return whether the kernel took the wish.
 
-    It keeps its share of the cores. A thread of another policy than the default one is left alone.
+    So does the thread of a loop whose messages no step waits for, those of its other users among them. It keeps its
+    share of the cores. A thread of another policy than the default one is left alone.
     """
     if platform.system() != "Linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return False

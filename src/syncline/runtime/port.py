@@ -89,10 +89,6 @@ class Port:
         """Which ranks live, but do not train, as far as is known here."""
         return self._fabric.stalls
 
-    def stand_back(self) -> None:
-        """Let messages wait for a core while threads compute, also those of others on this loop: no step waits."""
-        self._loop.stand_back()
-
     def watch_losses(self, on_lost: LossHandler) -> None:
         """Tell ``on_lost`` of every rank that is lost or has left, now and later; of this one too, when it is closed.
 

@@ -24,6 +24,7 @@ from syncline.members import Membership, QuorumLostError, describe_ranks
 from syncline.members.job_record import NO_FLAGS, Flags
 from syncline.observe import Trace
 from syncline.runtime.failures import LOOK
+from syncline.runtime.loop import stand_back
 from syncline.runtime.port import Port
 from syncline.runtime.work import Work
 from syncline.runtime.worker_thread import WorkerThread
@@ -273,7 +274,7 @@ class ServerClient(Driver):
         self._port.call(self._start, self._timeout_s)
 
     def _start(self) -> None:
-        self._port.stand_back()
+        stand_back()  # no step waits for these messages
         for bucket in self._buckets:
             if bucket.server == self._port.rank:
                 self._host(bucket, epoch=0)
