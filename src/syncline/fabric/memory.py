@@ -294,7 +294,7 @@ class MemoryFabric:
         """Call ``then``."""
         then()
 
-    def open_executor(self, reference: SliceExecutor, ranks: Sequence[int] | None = None) -> SliceExecutor:  # noqa: ARG002 - it knows
+    def open_executor(self, reference: SliceExecutor, most_bytes: int, ranks: Sequence[int] = ()) -> SliceExecutor:  # noqa: ARG002 - it knows
         """Return ``reference``."""
         return reference
 

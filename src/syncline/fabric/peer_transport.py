@@ -98,9 +98,9 @@ class TransportSet:
         self._transports[peer] = PeerTransport(peer, options=options, events=events, transport_set=self)
         return self._transports[peer]
 
-    def open_executor(self, reference: SliceExecutor, ranks: Sequence[int]) -> CompiledSliceExecutor:
+    def open_executor(self, reference: SliceExecutor, most_bytes: int, ranks: Sequence[int]) -> SliceExecutor:
         """Return who executes slices here (see :class:`~syncline.fabric.protocol.Transport`)."""
-        return CompiledSliceExecutor(self.native_transport, reference, ranks, mismatched=self.mismatched)
+        return CompiledSliceExecutor(self, reference, most_bytes, ranks)
 
     def resize(self, *, window: GrantWindow, quantum_bytes: int, sender_bytes: Mapping[int, int]) -> None:
         """Grant with these sizes from now on."""
@@ -428,20 +428,14 @@ class CompiledSliceExecutor:
     """
 
     def __init__(
-        self,
-        native_transport: _native.NativeTransport,
-        reference: SliceExecutor,
-        ranks: Sequence[int],
-        *,
-        mismatched: dict[int, Mismatched],
+        self, transport_set: TransportSet, reference: SliceExecutor, most_bytes: int, ranks: Sequence[int]
     ) -> None:
-        self._native_transport = native_transport
+        self._native_transport = transport_set.native_transport
         self._reference = reference
         self._ranks = list(ranks)
-        self.mismatched = mismatched
-        self.max_inflight_bytes = reference.max_inflight_bytes
-        self._pool = _native.TemporaryPool(2 * self.max_inflight_bytes)
-        self._executor = _native.SliceExecutor(native_transport, self._pool, self.max_inflight_bytes)
+        self.mismatched = transport_set.mismatched
+        self._pool = _native.TemporaryPool(2 * most_bytes)
+        self._executor = _native.SliceExecutor(self._native_transport, self._pool, most_bytes)
         self._layouts: dict[tuple[int, str, str], tuple[Slices, _native.Layout]] = {}
         self._dataflows: dict[int, tuple[Dataflow, _native.Dataflow]] = {}
 

@@ -218,10 +218,11 @@ class Transport(Protocol):
     def stalls(self) -> PeerStalls:
         """What the others have told of theirs."""
 
-    def open_executor(self, reference: SliceExecutor, ranks: Sequence[int] | None = None) -> SliceExecutor:
+    def open_executor(self, reference: SliceExecutor, most_bytes: int, ranks: Sequence[int] = ()) -> SliceExecutor:
         """Return who executes slices here: ``reference``, or compiled code that does the same, to the bit.
 
-        ``reference`` sends and receives on this transport; rank k of its calls is ``ranks[k]`` here (None: k).
+        ``reference`` sends and receives on this transport; rank k of its calls is ``ranks[k]`` here (none: k). Compiled
+        code has slices of at most ``most_bytes`` under way in a connection class.
         """
 
 

@@ -170,10 +170,6 @@ class Execution(Protocol):
 class SliceExecutor(Protocol):
     """Executes the calls of one engine; what is compiled begins the most urgent first, and so many bytes at once."""
 
-    @property
-    def max_inflight_bytes(self) -> int:
-        """The bound on the bytes of the slices under way in a connection class."""
-
     def open(self, call: SlicedCall) -> Execution:
         """Return an execution that has not begun."""
 

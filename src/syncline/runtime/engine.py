@@ -123,9 +123,8 @@ class Engine:
         quota = EarlyQuota()
         self._agreement = Agreement(self._predecessor, quota)
         self._early_waits = EarlyWaits(quota)
-        self._executor = fabric.open_executor(
-            PythonSliceExecutor(fabric, clock, max_inflight_bytes=max_inflight_bytes, on_crash=self.crash)
-        )
+        reference = PythonSliceExecutor(fabric, clock, on_crash=self.crash)
+        self._executor = fabric.open_executor(reference, max_inflight_bytes)
         self._dataflows = Dataflows(fabric.rank)
         self._num_sliced = 0
         self._calls: dict[CallKey, ActiveCall] = {}

@@ -210,21 +210,10 @@ class _SliceRun:
 
 
 class PythonSliceExecutor:
-    """Executes calls on any transport; ``on_crash`` is told if our own code fails.
+    """Executes calls on any transport, and bounds nothing; ``on_crash`` is told if our own code fails."""
 
-    ``max_inflight_bytes`` is for compiled code that stands in its place; here nothing is bounded.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        clock: Clock,
-        *,
-        max_inflight_bytes: int,
-        on_crash: Callable[[Exception], None],
-    ) -> None:
+    def __init__(self, transport: Transport, clock: Clock, *, on_crash: Callable[[Exception], None]) -> None:
         self.transport = transport
-        self.max_inflight_bytes = max_inflight_bytes
         self.on_crash = on_crash
         self._clock = clock
         self._heard_s: dict[int, float] = {}

@@ -218,10 +218,10 @@ class GroupFabric:
         """Call ``then`` once there are connections to some members."""
         self._fabric.when_connected([self.members[peer] for peer in peers], then)
 
-    def open_executor(self, reference: SliceExecutor, ranks: Sequence[int] | None = None) -> SliceExecutor:
+    def open_executor(self, reference: SliceExecutor, most_bytes: int, ranks: Sequence[int] = ()) -> SliceExecutor:
         """Return who executes slices on the job's fabric."""
-        members = self.members if ranks is None else [self.members[rank] for rank in ranks]
-        return self._fabric.open_executor(reference, members)
+        members = [self.members[rank] for rank in ranks] or self.members
+        return self._fabric.open_executor(reference, most_bytes, members)
 
     async def open_classes(self, *_: object, **__: object) -> None:
         """Refuse: connections are the job's."""

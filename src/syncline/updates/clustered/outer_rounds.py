@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import zlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -126,7 +125,7 @@ class ServersCall:
         self._is_abandoned = False
         dataflows = Dataflows(self._ranks.index(port.rank))
         clock, transport = asyncio.get_running_loop(), cast("Transport", self)  # of which slices use three methods
-        executor = PythonSliceExecutor(transport, clock, max_inflight_bytes=sys.maxsize, on_crash=_crash)
+        executor = PythonSliceExecutor(transport, clock, on_crash=_crash)
         self._executions: list[PythonExecution] = []
         for number, (tensor, layout) in enumerate(parts):
             sliced = SlicedCall(
