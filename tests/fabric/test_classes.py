@@ -185,7 +185,7 @@ def test_neighbours_send_unasked_while_one_class_is_used_and_ask_only_while_seve
         for number in range(2):
             assert await open_all(fabrics) == [None] * 3
             assert await unasked_bytes(fabrics, mail, 100 * number + 30) == 0
-            await asyncio.gather(*(fabric.use_one_class() for fabric in fabrics))
+            await asyncio.gather(*(fabric.open_classes(Priorities.off(), timeout_s=60.0) for fabric in fabrics))
             assert [fabric.peer(1).num_classes for fabric in (fabrics[0], fabrics[2])] == [4, 4], "they stay open"
             assert await unasked_bytes(fabrics, mail, 100 * number + 40) == UNASKED_BYTES
 
@@ -199,7 +199,7 @@ def test_the_window_is_that_of_one_class_again(monkeypatch):
     async def scenario(fabrics, recorders, mail):
         await open_all(fabrics)
         assert [(sizes["window"].is_fixed, sizes["quantum_bytes"]) for sizes in told] == [(False, 16 << 10)] * 2
-        await asyncio.gather(*(fabric.use_one_class() for fabric in fabrics))
+        await asyncio.gather(*(fabric.open_classes(Priorities.off(), timeout_s=60.0) for fabric in fabrics))
         assert [(sizes["window"].is_fixed, sizes["quantum_bytes"]) for sizes in told[2:]] == [(True, 100_000)] * 2
 
     run_over_tcp(2, scenario, topology=Topology.flat(2, rate=20e6))

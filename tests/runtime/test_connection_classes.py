@@ -20,9 +20,6 @@ class RecordingFabric:
         assert timeout_s == 5.0
         self.log.append(f"{'check' if only_check else 'open'} {priorities.num_classes}")
 
-    async def use_one_class(self):
-        self.log.append("one")
-
 
 class Loop:
     """Runs at once what a communication loop would."""
@@ -44,7 +41,7 @@ def _classes(fabric):
 
 def test_what_is_only_noted_or_checked_opens_nothing(fabric, classes):
     classes.assign(FIRST, (0, 0))
-    classes.check(FOUR)
+    classes.open(FOUR, only_check=True)
     classes.assign(FIRST, (0, 0), FOUR)
     assert fabric.log == ["check 4"], "sizes were those of one class all the time"
     assert classes.of_buckets == ((0, 0),)
@@ -56,9 +53,9 @@ def test_sizes_are_those_of_one_class_once_no_model_has_several(fabric, classes)
     classes.assign(FIRST, (0, 0), FOUR)
     assert fabric.log == ["open 4"] * 2
     classes.assign(SECOND, (0, 0, 0), FOUR)
-    assert fabric.log[2:] == ["one"]
+    assert fabric.log[2:] == ["open 1"]
     classes.assign(SECOND, (0, 0, 0), FOUR)
-    assert fabric.log[2:] == ["one"], "once is enough"
+    assert fabric.log[2:] == ["open 1"], "once is enough"
     assert classes.of_buckets == ((0, 0), (0, 0, 0))
 
 
@@ -66,7 +63,7 @@ def test_classes_that_were_open_from_the_start_are_given_back_too(fabric, classe
     classes.open(FOUR)
     classes.assign(FIRST, (0, 0), FOUR)
     classes.assign(FIRST, (0, 1), FOUR)
-    assert fabric.log == ["open 4", "one", "open 4"]
+    assert fabric.log == ["open 4", "open 1", "open 4"]
 
 
 def test_a_single_class_has_nothing_to_give_back(fabric, classes):

@@ -298,9 +298,6 @@ class MemoryFabric:
         """Return ``reference``."""
         return reference
 
-    async def use_one_class(self) -> None:
-        """Sizes are the same with any number of classes."""
-
     async def open_classes(self, *_: object, **__: object) -> None:
         """Do nothing: every class is there, and nobody is waited for."""
         self._check_open()

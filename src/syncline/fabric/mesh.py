@@ -330,12 +330,15 @@ class _Mesh:
         return self._opening.locked()
 
     async def open_classes(self, priorities: Priorities, *, timeout_s: float, only_check: bool) -> None:
-        """Open what was expected, these among them, and mark all; sizes become those of several classes."""
+        """Open what was expected, these among them, and mark all; sizes become those of several classes, or of one."""
         async with self._opening:
             if self._failure is not None:
                 raise self._failure
             self._expect(priorities)
-            if only_check or priorities == Priorities.off():
+            if only_check:
+                return
+            if priorities == Priorities.off():
+                self._size_for(replace(self._options, num_classes=1, dscp=None))
                 return
             if self._fabric.is_sparse:
                 await self._settle(timeout_s)
@@ -379,10 +382,6 @@ class _Mesh:
         check_open_files(self._fabric.rank, num_peers=num_peers, num_classes=num_more)
         self._expected = wanted
 
-    def use_one_class(self) -> None:
-        """Size grants and messages as if there were one class."""
-        self._size_for(replace(self._options, num_classes=1, dscp=None))
-
     def _size_for(self, options: FabricOptions) -> None:
         """Size grants and messages by ``options``; connections and marks are those that are open, or about to be."""
         rank, world_size, topology = self._fabric.rank, self._fabric.world_size, self._topology
@@ -418,12 +417,8 @@ class _Mesh:
                 f"asks for {opening} and {peer.name} for {theirs}; give all ranks the same priorities"
             )
         if peer.rank < self._fabric.rank:
-            async with asyncio.TaskGroup() as group:
-                for connection_class in classes:
-                    group.create_task(self._dial(self._members[peer.rank], connection_class))
-        async with asyncio.TaskGroup() as group:
-            for each in product(self._callers([peer]), classes):
-                group.create_task(self._call(*each))
+            await _run_all(self._dial(self._members[peer.rank], connection_class) for connection_class in classes)
+        await _run_all(self._call(*each) for each in product(self._callers([peer]), classes))
         await self._fabric.wait_for_peer(peer, lambda: peer.num_classes == classes.stop)
         peer.send_frame(FrameType.OPENED, tag=classes.stop)
         await self._fabric.wait_for_peer(peer, lambda: peer.num_confirmed == classes.stop)

@@ -254,14 +254,12 @@ class Fabric(Transport, Protocol):
         Returns when every peer has them too; at once if they are open. From then on messages, windows and grants have
         the sizes of several classes. Raises ``ConfigurationError`` if ranks ask for different ones, ``HandshakeError``
         (who is missing) at the deadline, ``PeerLostError``; then they stay closed. In memory, where there are no
-        connections, every class is there and nobody is asked.
+        connections, every class is there and nobody is asked. With ``Priorities.off()``, sizes are those of one class
+        again, also of what neighbours send unasked; connections stay open, unused.
 
         With ``only_check`` nothing is opened yet: raises ``ConfigurationError`` if other classes, open or checked, do
         not go with these, or if this process may not open as many files.
         """
-
-    async def use_one_class(self) -> None:
-        """Go back to the sizes of one class, also to what neighbours send unasked; connections stay open, unused."""
 
     def statistics(self) -> FabricStatistics:
         """Return a frozen record of what was sent, received, queued and refused."""

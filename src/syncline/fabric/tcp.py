@@ -70,9 +70,6 @@ class Mesh(Protocol):
     async def open_classes(self, priorities: Priorities, *, timeout_s: float, only_check: bool) -> None:
         """Open further connections to every peer."""
 
-    def use_one_class(self) -> None:
-        """Go back to the sizes of one class."""
-
 
 class TcpFabric:
     """One rank's end of the TCP fabric; :func:`syncline.fabric.connect_tcp` opens it."""
@@ -225,10 +222,6 @@ class TcpFabric:
         """Open further connections to every peer (see the protocol)."""
         self._check_open()
         await self._mesh.open_classes(priorities, timeout_s=timeout_s, only_check=only_check)
-
-    async def use_one_class(self) -> None:
-        """Go back to the sizes of one class (see the protocol)."""
-        self._mesh.use_one_class()
 
     def is_lost(self, peer: int) -> bool:
         """Whether ``peer`` was reported lost."""

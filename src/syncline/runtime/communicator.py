@@ -615,18 +615,16 @@ class ConnectionClasses:
         """The class of each bucket, model by model."""
         return tuple(self._of_models.values())
 
-    def check(self, priorities: Priorities) -> None:
-        """Raise ``ConfigurationError`` if it can be seen now that these cannot be opened; nothing is opened."""
-        self._open(priorities, only_check=True)
-
-    def open(self, priorities: Priorities) -> None:
+    def open(self, priorities: Priorities, *, only_check: bool = False) -> None:
         """Open these connections to every peer, and wait for them; sizes are those of several classes then.
 
         Opens nothing that is open. Raises ``ConfigurationError`` where ranks differ, ``HandshakeError`` at the deadline
-        and ``PeerLostError``, with who.
+        and ``PeerLostError``, with who. ``only_check`` raises ``ConfigurationError`` if it can be seen now that these
+        cannot be opened, and opens nothing.
         """
-        self._open(priorities, only_check=False)
-        self._is_sized_for_several |= priorities.is_on
+        opening = self._fabric.open_classes(priorities, timeout_s=self._timeout_s, only_check=only_check)
+        self._loop.run(opening, self._timeout_s + LOOP_ANSWERS_S)
+        self._is_sized_for_several |= priorities.is_on and not only_check
 
     def assign(self, stream: int, classes: Sequence[int], priorities: Priorities | None = None) -> None:
         """Note the class of each bucket of a model, the first of which has ``stream``.
@@ -641,11 +639,7 @@ class ConnectionClasses:
             self.open(priorities)
         elif self._is_sized_for_several and all(len(set(each)) <= 1 for each in self._of_models.values()):
             self._is_sized_for_several = False
-            self._loop.run(self._fabric.use_one_class(), LOOP_ANSWERS_S)
-
-    def _open(self, priorities: Priorities, *, only_check: bool) -> None:
-        opening = self._fabric.open_classes(priorities, timeout_s=self._timeout_s, only_check=only_check)
-        self._loop.run(opening, self._timeout_s + LOOP_ANSWERS_S)
+            self.open(Priorities.off())
 
 
 @checked

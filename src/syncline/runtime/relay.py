@@ -227,9 +227,6 @@ class GroupFabric:
         """Refuse: connections are the job's."""
         raise ConfigurationError("Connection classes are opened by all ranks of a job together, not by a group")
 
-    async def use_one_class(self) -> None:
-        """Leave the job's connections alone."""
-
     def is_lost(self, peer: int) -> bool:
         """Whether a member was reported lost."""
         return self._fabric.is_lost(self.members[peer])

@@ -120,8 +120,7 @@ class BucketCollectives:
 
     def open_classes(self, priorities: Priorities, *, only_check: bool) -> None:
         """Open connections, or see that it could be done later."""
-        opened = self.communicator.connection_classes
-        (opened.check if only_check else opened.open)(priorities)
+        self.communicator.connection_classes.open(priorities, only_check=only_check)
 
     def start_sum(self, numbers: Sequence[float], label: str) -> Callable[[], list[float]]:
         """Begin to sum numbers over all ranks; what is returned waits for the sums."""
