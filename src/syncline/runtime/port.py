@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from syncline.errors import FabricError
@@ -27,18 +26,6 @@ BULK_CLASS = MAX_CLASSES - 1
 """A message of this class goes on the last one that is open: what is on class 0 overtakes it in the switches too."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Posted:
-    destination: memoryview
-    on_received: Callable[[], None]
-
-
-@dataclass(slots=True, kw_only=True)
-class _Sent:
-    payload: memoryview
-    on_sent: Callable[[], None] | None
-
-
 class Port:
     """One user of the fabric beside the engine. ``signature`` goes with all its messages; tags are its own streams'."""
 
@@ -48,8 +35,9 @@ class Port:
         self._fabric = fabric
         self._relay = relay
         self._signature = signature
-        self._posted: dict[int, _Posted] = {}
-        self._to_self: dict[int, _Sent] = {}
+        self._posted: dict[int, tuple[memoryview, Callable[[], None]]] = {}
+        self._to_self: dict[int, tuple[memoryview, Callable[[], None] | None]] = {}
+        """Receives from this rank itself, and messages to it, that wait for each other; and whom to tell."""
         self._awaited: set[tuple[int, int]] = set()
         self._on_lost: LossHandler | None = None
         self._told: Told | None = None
@@ -137,7 +125,7 @@ class Port:
         if self._is_closed or self.is_lost(peer):
             return
         if peer == self.rank:
-            self._to_self[tag] = _Sent(payload=payload, on_sent=on_sent)
+            self._to_self[tag] = payload, on_sent
             self._match(tag)
             return
         self._fabric.send(
@@ -167,7 +155,7 @@ class Port:
         if self._is_closed or (self.is_lost(peer) and not even_if_lost):
             return
         if peer == self.rank:
-            self._posted[tag] = _Posted(destination=destination, on_received=on_received)
+            self._posted[tag] = destination, on_received
             self._match(tag)
             return
         self._awaited.add((peer, tag))
@@ -238,11 +226,11 @@ class Port:
         """Deliver a message to ourselves once both sides are there; callbacks run later, as with a peer."""
         if tag not in self._posted or tag not in self._to_self:
             return
-        posted, sent = self._posted.pop(tag), self._to_self.pop(tag)
-        posted.destination[:] = sent.payload
-        if sent.on_sent is not None:
-            self._loop.call_soon(self._unless_closed(sent.on_sent))
-        self._loop.call_soon(self._unless_closed(posted.on_received))
+        (destination, on_received), (payload, on_sent) = self._posted.pop(tag), self._to_self.pop(tag)
+        destination[:] = payload
+        if on_sent is not None:
+            self._loop.call_soon(self._unless_closed(on_sent))
+        self._loop.call_soon(self._unless_closed(on_received))
 
     def _unless_closed(self, callback: Callable[[], None]) -> Callable[[], None]:
         def call() -> None:
