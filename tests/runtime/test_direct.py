@@ -5,7 +5,7 @@ import pytest
 
 from syncline.errors import ConfigurationError, MismatchError, PeerLostError
 from syncline.runtime import numpy_reduction
-from syncline.runtime.direct import MESSAGE_BYTES, DirectCall, start_direct
+from syncline.runtime.direct import MESSAGE_BYTES, DirectCall
 from syncline.topology import Topology
 
 SUM = numpy_reduction("float64")
@@ -22,7 +22,7 @@ def all_to_all(communicators, size_of):
         peers = [peer for peer in range(one.world_size) if peer != one.rank]
         receives = tuple((peer, memory(size_of(peer, one.rank))) for peer in peers)
         sends = tuple((peer, memory(size_of(one.rank, peer), one.rank + 1)) for peer in peers)
-        works.append(start_direct(one, "all_to_all", sends=sends, receives=receives, about="bytes"))
+        works.append(one.start_direct("all_to_all", sends=sends, receives=receives, about="bytes"))
         landing.append(dict(receives))
     return works, landing
 
@@ -57,8 +57,8 @@ def test_a_rank_may_leave_when_its_part_is_done(anywhere):
     """What it sent arrives, though it is gone: as at the end of a program."""
     first, second = anywhere(2, Topology.flat(2), seed=1)
     landed = memory(1000)
-    receiving = start_direct(first, "gather", sends=(), receives=((1, landed),), about="1000 bytes", root=0)
-    sending = start_direct(second, "gather", sends=((0, memory(1000, 7)),), receives=(), about="1000 bytes", root=0)
+    receiving = first.start_direct("gather", sends=(), receives=((1, landed),), about="1000 bytes", root=0)
+    sending = second.start_direct("gather", sends=((0, memory(1000, 7)),), receives=(), about="1000 bytes", root=0)
     sending.wait(60)
     second.close()
     receiving.wait(60)
@@ -72,7 +72,7 @@ def test_another_size_than_is_expected_is_an_error_of_all(anywhere, sizes):
     sends = {0: ((2, memory(sent)),), 1: ((2, memory(9)),), 2: ()}
     receives = {0: (), 1: (), 2: ((0, memory(expected)), (1, memory(9)))}
     works = [
-        start_direct(one, "gather", sends=sends[one.rank], receives=receives[one.rank], about="bytes", root=2)
+        one.start_direct("gather", sends=sends[one.rank], receives=receives[one.rank], about="bytes", root=2)
         for one in communicators
     ]
     with pytest.raises(MismatchError, match=r"rank 0 .* and rank 2 .* disagree on how many bytes .* in gather"):
@@ -86,14 +86,12 @@ def test_a_loss_in_the_middle_ends_it_and_nothing_lands_any_more(anywhere):
     communicators = anywhere(3, Topology.flat(3), seed=4)
     landed = memory(100_000)
     receives = ((1, landed), (2, memory(100_000)))
-    work = start_direct(communicators[0], "gather", sends=(), receives=receives, about="bytes", root=0)
+    work = communicators[0].start_direct("gather", sends=(), receives=receives, about="bytes", root=0)
     communicators[2].abort()
     with pytest.raises(PeerLostError, match=r"rank 2 .*, during gather; rank 0 waits for it"):
         work.wait(60)
     assert communicators[0].statistics().fabric.pending_receives == 0
-    late = start_direct(
-        communicators[1], "gather", sends=((0, memory(100_000, 1)),), receives=(), about="bytes", root=0
-    )
+    late = communicators[1].start_direct("gather", sends=((0, memory(100_000, 1)),), receives=(), about="bytes", root=0)
     with pytest.raises(PeerLostError):
         late.wait(60)
     assert bytes(landed) == bytes(100_000)

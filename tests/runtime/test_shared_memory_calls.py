@@ -264,15 +264,13 @@ def test_a_segment_that_cannot_be_opened_is_none_for_all(in_memory, monkeypatch)
 
 
 def test_a_ticket_for_something_else_opens_nothing(tmp_path):
-    from syncline.runtime.shared_memory.opening import SegmentFile, open_segment
+    from syncline.runtime.shared_memory.opening import open_segment, segment_file
 
-    file = SegmentFile(2)
-    ticket = file.ticket
-    assert open_segment(ticket, rank=0, world_size=2).world_size == 2
-    with pytest.raises(OSError, match="another job"):
-        open_segment(ticket[:-1] + bytes([ticket[-1] ^ 1]), rank=0, world_size=2)
-    with pytest.raises(OSError, match="is not the segment of 3 ranks"):
-        open_segment(ticket, rank=0, world_size=3)
-    file.close()
+    with segment_file(2) as ticket:
+        assert open_segment(ticket, rank=0, world_size=2).world_size == 2
+        with pytest.raises(OSError, match="another job"):
+            open_segment(ticket[:-1] + bytes([ticket[-1] ^ 1]), rank=0, world_size=2)
+        with pytest.raises(OSError, match="is not the segment of 3 ranks"):
+            open_segment(ticket, rank=0, world_size=3)
     with pytest.raises(OSError, match="No such file"):
         open_segment(ticket, rank=0, world_size=2)

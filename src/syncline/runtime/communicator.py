@@ -25,6 +25,7 @@ from syncline.observe import Trace
 from syncline.priorities.settings import Priorities
 from syncline.runtime.call import BasicSettings, Call, CallSettings, CollectiveCall, common_settings
 from syncline.runtime.control import Failure, Tally
+from syncline.runtime.direct import DirectCall, DirectKind, Messages
 from syncline.runtime.engine import Engine
 from syncline.runtime.failures import CRASH, LOSSES, PEER_LOST, reason_of
 from syncline.runtime.flight_recorder import CallRecord, FlightRecorder
@@ -280,6 +281,28 @@ class Communicator:
         )
         return self.submit(call, is_awaited=settings.get("is_awaited", False))
 
+    def start_direct(
+        self,
+        direction: DirectKind,
+        *,
+        sends: Messages,
+        receives: Messages,
+        about: str,
+        root: int | None = None,
+        **settings: Unpack[BasicSettings],
+    ) -> Work:
+        """Begin a :class:`DirectCall`; from any thread, and in the order of the other calls."""
+        call = DirectCall(
+            **self.basic_settings(direction, settings),
+            direction=direction,
+            root=root,
+            num_ranks=self.world_size,
+            about=about,
+            sends=sends,
+            receives=receives,
+        )
+        return self.submit(call, is_awaited=settings.get("is_awaited", False))
+
     def keep(
         self,
         num_bytes: int,
@@ -389,7 +412,11 @@ class Communicator:
         when all have come. One that does not want it, or runs elsewhere, decides for all. A group has its own.
         """
         others = (rank for rank in range(self.world_size) if rank != self.rank)
-        segment = open_together(self, is_able=is_wanted and all(map(self._fabric.is_local, others)))
+        is_able, sum_bytes = (
+            is_wanted and all(map(self._fabric.is_local, others)),
+            partial(self.sum_bytes, label="segment"),
+        )
+        segment = open_together(self.rank, self.world_size, is_able=is_able, sum_bytes=sum_bytes)
         if segment is not None:
             made = SharedMemoryCollectives(
                 segment, self._link_engine(), trace=self.trace, is_for_all=stream is not None

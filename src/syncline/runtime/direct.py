@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, Unpack
+from typing import Literal
 
 from syncline.errors import ConfigurationError
 from syncline.fabric import Transport
-from syncline.runtime.call import BasicSettings, Call, Description
-from syncline.runtime.work import Work
+from syncline.runtime.call import Call, Description
 
 DirectKind = Literal["gather", "scatter", "all_to_all"]
 Messages = tuple[tuple[int, memoryview], ...]
@@ -81,41 +80,6 @@ class DirectCall(Call):
         where = "" if self.root is None else f" {'to' if self.direction == 'gather' else 'from'} rank {self.root}"
         text = f"{self.direction} of {self.about}{where}"
         return Description(identity=text, text=f"{text} ({self.what[:200]})")
-
-
-class Caller(Protocol):
-    """What is needed of a communicator."""
-
-    world_size: int
-
-    def basic_settings(self, label: str, settings: BasicSettings) -> dict[str, Any]:
-        """Return what any call is made with."""
-
-    def submit(self, call: Call, *, is_awaited: bool) -> Work:
-        """Begin a call."""
-
-
-def start_direct(
-    caller: Caller,
-    direction: DirectKind,
-    *,
-    sends: Messages,
-    receives: Messages,
-    about: str,
-    root: int | None = None,
-    **settings: Unpack[BasicSettings],
-) -> Work:
-    """Begin a :class:`DirectCall` on a communicator; from any thread, and in the order of its other calls."""
-    call = DirectCall(
-        **caller.basic_settings(direction, settings),
-        direction=direction,
-        root=root,
-        num_ranks=caller.world_size,
-        about=about,
-        sends=sends,
-        receives=receives,
-    )
-    return caller.submit(call, is_awaited=settings.get("is_awaited", False))
 
 
 class DirectExecution:

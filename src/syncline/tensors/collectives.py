@@ -16,7 +16,6 @@ import torch.distributed as dist
 from syncline.errors import ConfigurationError
 from syncline.runtime.call import BasicSettings, CallSettings
 from syncline.runtime.communicator import Communicator
-from syncline.runtime.direct import start_direct
 from syncline.runtime.shared_memory import KeptCall
 from syncline.schedule import Collective
 from syncline.tensors.device_copies import refuse_capture
@@ -93,7 +92,7 @@ class TensorCollectives:
         self._scratch = scratch or ScratchPool()
         self._staged = staged
         self.other_way: OtherReductions | None = None
-        self._start_direct = partial(start_direct, communicator)
+        self._start_direct = communicator.start_direct
         self._kept: dict[tuple[torch.dtype, int, object], KeptCall | None] = {}
         self._kept_for = communicator.topology
 

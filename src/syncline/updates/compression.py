@@ -32,7 +32,6 @@ from typing import Literal
 import torch
 
 from syncline.runtime.communicator import Communicator
-from syncline.runtime.direct import start_direct
 from syncline.runtime.work import Work
 from syncline.runtime.worker_thread import WorkerThread
 from syncline.schedule import Collective, lower_bound
@@ -450,8 +449,7 @@ class SiteCrossing:
         landing = [
             (peer, codes, torch.empty(sum(map(len, codes)), dtype=torch.uint8)) for peer, codes in _by_peer(received)
         ]
-        yield start_direct(
-            self._job,
+        yield self._job.start_direct(
             "all_to_all",
             sends=tuple((peer, bytes_of(codes)) for peer, codes in sends.items()),
             receives=tuple((peer, bytes_of(whole)) for peer, _, whole in landing),

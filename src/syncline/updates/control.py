@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from syncline.runtime.communicator import Communicator
-from syncline.runtime.direct import Messages, start_direct
+from syncline.runtime.direct import Messages
 from syncline.runtime.failures import EVERY_RANK
 from syncline.runtime.work import Work
 from syncline.schedule import Collective
@@ -104,8 +104,7 @@ class ControlStream:
 
     def exchange(self, sends: Messages, receives: Messages, label: str) -> Work:
         """Begin to send some ranks bytes, and to receive from some; of each pair, both list as many bytes, or none."""
-        return start_direct(
-            self._communicator,
+        return self._communicator.start_direct(
             "all_to_all",
             sends=sends,
             receives=receives,

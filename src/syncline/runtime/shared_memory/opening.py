@@ -18,7 +18,8 @@ import secrets
 import stat
 import struct
 import sys
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from syncline.runtime.shared_memory.segment import Segment
@@ -41,32 +42,21 @@ def can_share(world_size: int) -> bool:
     return hasattr(_native, "Segment")  # an older one has none
 
 
-class SegmentFile:
-    """The segment's memory as rank 0 makes it; close it when all others have opened it."""
+@contextlib.contextmanager
+def segment_file(world_size: int) -> Iterator[bytes]:
+    """Make the segment's memory, and return the ticket by which others open it; what is mapped in the end stays."""
+    from syncline.runtime.shared_memory.segment import segment_bytes
 
-    def __init__(self, world_size: int) -> None:
-        from syncline.runtime.shared_memory.segment import segment_bytes
-
-        self._token = secrets.token_bytes(32)
-        self._descriptor = os.memfd_create("syncline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.fchmod(self._descriptor, stat.S_IRUSR | stat.S_IWUSR)
-            os.ftruncate(self._descriptor, segment_bytes(world_size))
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, seals)
-            os.pwrite(self._descriptor, self._token, 0)
-        except OSError:
-            self.close()
-            raise
-
-    @property
-    def ticket(self) -> bytes:
-        """What another rank needs to open it, and to know that it is this one."""
-        return _TICKET.pack(os.getpid(), self._descriptor, self._token)
-
-    def close(self) -> None:
-        """Let go of the file; what is mapped stays."""
-        os.close(self._descriptor)
+    token = secrets.token_bytes(32)
+    descriptor = os.memfd_create("syncline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(descriptor, stat.S_IRUSR | stat.S_IWUSR)
+        os.ftruncate(descriptor, segment_bytes(world_size))
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        os.pwrite(descriptor, token, 0)
+        yield _TICKET.pack(os.getpid(), descriptor, token)
+    finally:
+        os.close(descriptor)
 
 
 def open_segment(ticket: bytes, *, rank: int, world_size: int) -> Segment:
@@ -87,35 +77,26 @@ def open_segment(ticket: bytes, *, rank: int, world_size: int) -> Segment:
     return Segment(memory, rank=rank, world_size=world_size)
 
 
-class _Talk(Protocol):
-    """What is needed of a communicator."""
-
-    rank: int
-    world_size: int
-
-    def sum_bytes(self, numbers: bytearray, *, label: str) -> None:
-        """Sum a few bytes over all ranks."""
-
-
-def open_together(talk: _Talk, *, is_able: bool) -> Segment | None:
+def open_together(
+    rank: int, world_size: int, *, is_able: bool, sum_bytes: Callable[[bytearray], None]
+) -> Segment | None:
     """Return this rank's view of a segment that all ranks have; None, on all of them, if one is not able.
 
-    All ranks call it alike. It ends when all have come; where there is no segment, it is no more than a barrier.
+    ``sum_bytes`` sums a few bytes over all ranks. All ranks call it alike. It ends when all have come; where there is
+    no segment, it is no more than a barrier.
     """
     with contextlib.ExitStack() as stack:
         told = bytearray(1 + TICKET_BYTES)
-        told[0] = is_able and can_share(talk.world_size)
-        if talk.rank == 0 and told[0]:
+        told[0] = is_able and can_share(world_size)
+        if rank == 0 and told[0]:
             with contextlib.suppress(OSError):  # no memory, or a sandbox: the ticket that is sent opens nothing
-                file = SegmentFile(talk.world_size)
-                stack.callback(file.close)
-                told[1:] = file.ticket
-        talk.sum_bytes(told, label="segment")
-        if told[0] != talk.world_size:
+                told[1:] = stack.enter_context(segment_file(world_size))
+        sum_bytes(told)
+        if told[0] != world_size:
             return None
         segment = None
         with contextlib.suppress(OSError):
-            segment = open_segment(bytes(told[1:]), rank=talk.rank, world_size=talk.world_size)
+            segment = open_segment(bytes(told[1:]), rank=rank, world_size=world_size)
         num_open = bytearray([segment is not None])
-        talk.sum_bytes(num_open, label="segment")
-        return segment if num_open[0] == talk.world_size else None
+        sum_bytes(num_open)
+        return segment if num_open[0] == world_size else None
