@@ -179,7 +179,6 @@ class Rendezvous:
         self._pause = pause
         self._now_s = now_s
         self._attempt: _Attempt | None = None
-        self._presence: Presence | None = None
 
     async def meet(
         self, member: Member, *, world_size: int, timeout_s: float, silence_s: float = SILENCE_S
@@ -219,10 +218,10 @@ class Rendezvous:
 
     async def rest(self) -> None:
         """Tell the others that this rank is connected to all of them."""
-        assert self._presence is not None, "there was a meeting"
+        assert self._attempt is not None, "there was a meeting"
         with contextlib.suppress(TimeoutError, RendezvousError):
             async with asyncio.timeout(SILENCE_S):  # whoever does not hear it takes this rank for dead
-                await on_thread(self._presence.rest, threading.Event())
+                await on_thread(self._attempt.presence.rest, threading.Event())
 
     def meet_blocking(
         self,
@@ -234,16 +233,17 @@ class Rendezvous:
         stop: threading.Event | None = None,
     ) -> Generation:
         """Wait for all ranks."""
+        nonce = secrets.token_hex(NONCE_BYTES)
         attempt = _Attempt(
             member=member,
             world_size=world_size,
-            nonce=secrets.token_hex(NONCE_BYTES),
+            nonce=nonce,
+            presence=Presence(self._records, member.rank, nonce, silence_s=silence_s, now_s=self._now_s),
             deadline_s=self._now_s() + timeout_s + (0.0 if member.rank == 0 else LINGER_S),  # rank 0 tells them why
             stop=stop or threading.Event(),
         )
         self._attempt = attempt
-        self._presence = Presence(self._records, member.rank, attempt.nonce, silence_s=silence_s, now_s=self._now_s)
-        self._records.set(f"hello/{member.rank}", {**_member_to_json(member), "nonce": attempt.nonce})
+        self._records.set(f"hello/{member.rank}", {**_member_to_json(member), "nonce": nonce})
         lead = self._lead if member.rank == 0 else self._follow
         pause_s, began_s = FIRST_PAUSE_S, self._now_s()
         line_s = FIRST_LINE_S if member.rank <= 1 or self._trouble else LINE_S
@@ -251,7 +251,7 @@ class Rendezvous:
             epoch = attempt.epoch
             generation = lead(attempt)
             if generation is not None:
-                self._presence.vouch(range(world_size))
+                attempt.presence.vouch(range(world_size))
                 return generation
             trouble = self._look(attempt)
             if trouble is not None:
@@ -275,9 +275,8 @@ class Rendezvous:
 
     def _tell_wait(self, attempt: _Attempt, waited_s: float) -> None:
         """Say for whom this rank waits, if nobody else does."""
-        assert self._presence is not None, "there is a meeting"
         member = attempt.member
-        if member.rank == 0 or self._trouble or not self._presence.is_heard(0):
+        if member.rank == 0 or self._trouble or not attempt.presence.is_heard(0):
             text = f"{attempt.waits_for}{self._trouble and f'; it has to tell them: {self._trouble}'}"
             who = f"rank {member.rank} (host {member.host})"
             _log.warning("%s has waited %.0f s for the others: %s", who, waited_s, text)
@@ -295,17 +294,15 @@ class Rendezvous:
 
     def _give_up_blocking(self, reason: str) -> None:
         assert self._attempt is not None, "there was a meeting"
-        assert self._presence is not None, "there was a meeting"
-        self._presence.tell(reason, {rank: hello.nonce for rank, hello in self._attempt.hellos.items()})
+        self._attempt.presence.tell(reason, {rank: hello.nonce for rank, hello in self._attempt.hellos.items()})
         if self._attempt.member.rank == 0:
             self._pause(LINGER_S)  # with this process its store may end
 
     def _look(self, attempt: _Attempt) -> str | None:
         """Show that this rank is there; return why the job cannot begin, if somebody found out. Rank 0 tells all."""
-        assert self._presence is not None, "there is a meeting"
         watched = attempt.hellos if attempt.member.rank == 0 else (0,)
-        gone = self._presence.beat(rank for rank in watched if rank != attempt.member.rank)
-        trouble = self._presence.heard()
+        gone = attempt.presence.beat(rank for rank in watched if rank != attempt.member.rank)
+        trouble = attempt.presence.heard()
         if trouble is None and gone:
             trouble = (
                 f"{name_ranks(gone)} came and then fell silent before all were connected: look at the output of "
@@ -365,8 +362,7 @@ class Rendezvous:
 
     def _follow(self, attempt: _Attempt) -> Generation | None:
         """Every other rank: acknowledge the newest record that holds this attempt's nonce; wait for its go."""
-        assert self._presence is not None, "there is a meeting"
-        is_heard = self._presence.is_heard(0)
+        is_heard = attempt.presence.is_heard(0)
         attempt.waits_for = "rank 0 waits for others" if is_heard else "nothing is heard of rank 0"
         record = self._records.get("record")
         if not isinstance(record, dict) or not _is_record(record):
@@ -405,6 +401,7 @@ class _Attempt:
     member: Member
     world_size: int
     nonce: str
+    presence: Presence
     deadline_s: float
     stop: threading.Event
     epoch: int = 0
