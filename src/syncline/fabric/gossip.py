@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -106,15 +106,17 @@ class Gossip:
     >>> telling = first.tell(encode_leaving(0))
     >>> second.hears(telling), second.hears(telling)
     (True, False)
-    >>> [kept.origin for kept in second.kept()]
+    >>> [kept.origin for kept in second.kept]
     [0]
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._last = {rank: 0}
-        self._kept: deque[Telling] = deque(maxlen=MOST_KEPT)
-        self._own: deque[Telling] = deque(maxlen=MOST_OWN_KEPT)
+        self.kept: deque[Telling] = deque(maxlen=MOST_KEPT)
+        """What was told lately, for a new neighbour."""
+        self.own: deque[Telling] = deque(maxlen=MOST_OWN_KEPT)
+        """What this rank has told lately, for a new peer that is no neighbour."""
 
     def __repr__(self) -> str:
         return f"<Gossip of rank {self._rank}: {self._last[self._rank]} told, {len(self._last) - 1} heard>"
@@ -123,8 +125,8 @@ class Gossip:
         """Return what this rank tells, with its number."""
         self._last[self._rank] += 1
         telling = Telling(self._rank << 32 | self._last[self._rank], body)
-        self._own.append(telling)
-        self._kept.append(telling)
+        self.own.append(telling)
+        self.kept.append(telling)
         return telling
 
     def hears(self, telling: Telling) -> bool:
@@ -133,16 +135,8 @@ class Gossip:
         if number <= self._last.get(telling.origin, 0):
             return False
         self._last[telling.origin] = number
-        self._kept.append(telling)
+        self.kept.append(telling)
         return True
-
-    def kept(self) -> Iterator[Telling]:
-        """Yield what was told lately, for a new neighbour."""
-        yield from self._kept
-
-    def own(self) -> Iterator[Telling]:
-        """Yield what this rank has told lately, for a new peer that is no neighbour."""
-        yield from self._own
 
 
 def encode_message(targets: Collection[int], world_size: int, payload: bytes) -> bytes:

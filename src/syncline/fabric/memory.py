@@ -90,25 +90,6 @@ def memory_fabrics(
     return network.fabrics
 
 
-class _DroppedStreams:
-    """The streams of one fabric in which nothing is received any more."""
-
-    def __init__(self) -> None:
-        self._streams: list[range] = []
-        self.num_messages = 0
-        """So many messages were thrown away."""
-
-    def add(self, streams: range) -> None:
-        """Let these be over."""
-        self._streams.append(streams)
-
-    def take(self, tag: int) -> bool:
-        """Whether the message ``tag`` is in one of them; then it is counted."""
-        is_over = any(tag >> _STREAM_SHIFT in streams for streams in self._streams)
-        self.num_messages += is_over
-        return is_over
-
-
 @dataclass(slots=True, kw_only=True)
 class _Network:
     """What lies between the ranks: the parcels under way, and the order in which they arrive."""
@@ -170,7 +151,8 @@ class MemoryFabric:
         self._lost: dict[int, PeerLostError] = {}
         self._counters: dict[tuple[int, int], Counters] = {}
         self._is_closed = False
-        self._dropped = _DroppedStreams()
+        self._dropped_streams: list[range] = []
+        self._num_dropped = 0
         self.unconnected: Set[int] = frozenset()
         self.progress = Progress()
         self.stalls = Stalls(float("inf"), lambda: self._listener_slot.tell(lambda listener: listener.on_stall()))
@@ -255,8 +237,8 @@ class MemoryFabric:
 
     def drop_streams(self, streams: range) -> None:
         """Throw away what comes in streams that are over."""
-        self._dropped.add(streams)
-        for key in [key for key in self._held if self._dropped.take(key[1])]:
+        self._dropped_streams.append(streams)
+        for key in [key for key in self._held if self._is_over(key[1])]:
             parcel = self._held.pop(key)
             self._network.fabrics[parcel.source]._finish(parcel, was_delivered=True)
 
@@ -331,7 +313,7 @@ class MemoryFabric:
             pending_receives=len(self._posted),
             refused_connections=0,
             lost_peers=tuple(sorted(self._lost)),
-            dropped_messages=self._dropped.num_messages,
+            dropped_messages=self._num_dropped,
         )
 
     async def close(self) -> None:
@@ -379,7 +361,7 @@ class MemoryFabric:
             source._finish(parcel, was_delivered=True)
             payload = bytes(parcel.payload)
             self._listener_slot.tell(lambda listener: listener.on_control(parcel.source, payload))
-        elif self._dropped.take(parcel.tag):
+        elif self._is_over(parcel.tag):
             source._finish(parcel, was_delivered=True)
         elif (parcel.source, parcel.tag) in self._posted:
             self._land(parcel, self._posted.pop((parcel.source, parcel.tag)))
@@ -388,6 +370,12 @@ class MemoryFabric:
             self._held[parcel.source, parcel.tag] = parcel
             if parcel.payload.nbytes <= self._network.eager_bytes:
                 source._finish(parcel, was_delivered=True)
+
+    def _is_over(self, tag: int) -> bool:
+        """Whether the message ``tag`` is in a stream in which nothing is received any more; then it is counted."""
+        is_over = any(tag >> _STREAM_SHIFT in streams for streams in self._dropped_streams)
+        self._num_dropped += is_over
+        return is_over
 
     def _land(self, parcel: Parcel, posted: Posted) -> None:
         if parcel.signature != posted.signature or parcel.payload.nbytes != posted.destination.nbytes:

@@ -103,7 +103,7 @@ class Overlay:
 
     def on_ready(self, peer: Peer) -> None:
         """Let a new peer, or neighbour, hear what was told before; of others only if it passes that on."""
-        for telling in self._gossip.kept() if peer.is_neighbour else self._gossip.own():
+        for telling in self._gossip.kept if peer.is_neighbour else self._gossip.own:
             peer.send_frame(FrameType.GOSSIP, tag=telling.tag, payload=telling.body)
 
     def on_gone(self, peer: Peer, *, has_left: bool) -> None:
