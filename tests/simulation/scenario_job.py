@@ -287,8 +287,8 @@ class JobScenario:
             self._check_grants(rank.rank, transports, rank.fabric.unconnected)
 
     def _check_grants(self, rank: int, transports: TransportSet, unconnected: Set[int]) -> None:
-        if transports._scheduler.underway_bytes:
-            raise SimulationError(f"rank {rank} waits for {transports._scheduler.underway_bytes} bytes")
+        if transports.scheduler.underway_bytes:
+            raise SimulationError(f"rank {rank} waits for {transports.scheduler.underway_bytes} bytes")
         for peer in transports._transports.keys() - unconnected:
             other = self.job.ranks[peer].fabric
             if other is not None:

@@ -14,7 +14,7 @@ import asyncio
 import os
 import selectors
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,7 +25,7 @@ from syncline.fabric.frames import CONTROL_CLASS, MEMORY_CLASS, DamagedFrameErro
 from syncline.fabric.handshake import FrameKeys
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.protocol import call_back
-from syncline.fabric.sizing import GrantSizes, GrantWindow
+from syncline.fabric.sizing import GrantSizes
 from syncline.fabric.slice_executor import (
     CALL_TAGS,
     SLICE_TAGS,
@@ -81,8 +81,8 @@ class TransportSet:
 
     def __init__(self, sizes: GrantSizes) -> None:
         self._loop = asyncio.get_running_loop()
-        self._scheduler = GrantScheduler(**sizes)
-        self.native_transport = NativeTransport(self._scheduler)
+        self.scheduler = GrantScheduler(**sizes)
+        self.native_transport = NativeTransport(self.scheduler)
         self._transports: dict[int, PeerTransport] = {}
         self.mismatched: dict[int, Mismatched] = {}
         """Who hears of mismatches of the calls that compiled code executes, by their tags in units of CALL_TAGS."""
@@ -101,10 +101,6 @@ class TransportSet:
     def open_executor(self, reference: SliceExecutor, most_bytes: int, ranks: Sequence[int]) -> SliceExecutor:
         """Return who executes slices here (see :class:`~syncline.fabric.protocol.Transport`)."""
         return CompiledSliceExecutor(self, reference, most_bytes, ranks)
-
-    def resize(self, *, window: GrantWindow, quantum_bytes: int, sender_bytes: Mapping[int, int]) -> None:
-        """Grant with these sizes from now on."""
-        self._scheduler.resize(window=window, quantum_bytes=quantum_bytes, sender_bytes=dict(sender_bytes))
 
     def tell_drained(self, on_drained: Callable[[], None]) -> None:
         """Tell from now on whenever everything that was sent to a peer is with the kernel."""

@@ -289,7 +289,7 @@ class TcpFabric:
 
     def resize_grants(self, sizes: WindowSizes) -> None:
         """Grant with these sizes from now on."""
-        self._transport_set.resize(**sizes)
+        self._transport_set.scheduler.resize(**sizes)
 
     def use_mesh(self, mesh: Mesh) -> None:
         """Own ``mesh``, of which this is the fabric, and close its acceptor in the end."""

@@ -269,8 +269,7 @@ class Engine:
         kind, stream, number, body = control.decode_head(payload)
         key = (stream, number & NUMBER_MASK)
         if kind is ControlKind.DESCRIBE:
-            is_agreed, disagreement = self._agreement.heard(key, peer, control.decode_description(body))
-            self._judge(key, is_agreed, disagreement)
+            self._judge(key, *self._agreement.heard(key, peer, control.decode_description(body)))
         elif kind is ControlKind.WAITING:
             self._note_waiting(key, number, peer, *control.decode_waiting(body, self._world_size))
         elif kind is ControlKind.BESIDE:
@@ -438,8 +437,7 @@ class Engine:
         if self._world_size > 1:
             payload = control.encode_description(active.call.stream, active.number, active.description)
             self._fabric.send_control((self._rank + 1) % self._world_size, payload)
-            is_agreed, disagreement = self._agreement.made(key, active.description)
-            self._judge(key, is_agreed, disagreement)
+            self._judge(key, *self._agreement.made(key, active.description))
         return key in self._calls
 
     def _end(self, active: ActiveCall) -> None:
