@@ -17,7 +17,7 @@ from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
 from syncline.fabric.dialling import ADDRESSED_BYTES, CALL_MAGIC
 from syncline.fabric.handshake import MAGIC, Dialer, Terms
-from syncline.fabric.shared_port import SharedListener, SharedStore, name_of, prefix_of
+from syncline.fabric.shared_port import SharedListener, name_of, prefix_of, share_store
 from syncline.user_folder import user_folder
 
 LOOPBACK = "127.0.0.1"
@@ -122,18 +122,18 @@ def test_what_is_for_nobody_is_closed(port: int, first: bytes) -> None:
 
 def test_all_else_is_for_the_store_and_one_port_has_one(port: int) -> None:
     options = FabricOptions(ports=(port, port))
-    store = SharedStore(LOOPBACK, port, options)
-    with listening(port, 1) as (listener,), store.listening, dial(port, b"\0store") as sock:
-        store.listening.settimeout(DEADLINE_S)
-        other, _ = store.listening.accept()
+    store, splices = share_store(LOOPBACK, port, options)
+    with listening(port, 1) as (listener,), store, dial(port, b"\0store") as sock:
+        store.settimeout(DEADLINE_S)
+        other, _ = store.accept()
         with other, dial(port, hello(1)), accepted(listener):
             other.settimeout(DEADLINE_S)
             assert read(other, 6) == b"\0store"
             other.sendall(b"answer")
             assert read(sock, 6) == b"answer"
         with pytest.raises(ConfigurationError, match=r"shared by another job's store; give this job another port"):
-            SharedStore(LOOPBACK, port, options)
-        store.close()
+            share_store(LOOPBACK, port, options)
+        splices.close()
     assert left_in_folder(port) == []
 
 
@@ -171,18 +171,18 @@ def test_process_groups_share_it_too(port: int) -> None:
 
 def test_a_forked_child_has_no_part_in_it(port: int) -> None:
     """As a loader's worker, which may drop what it was copied with."""
-    store = SharedStore(LOOPBACK, port, FabricOptions(ports=(port, port)))
-    with store.listening:
+    store, splices = share_store(LOOPBACK, port, FabricOptions(ports=(port, port)))
+    with store:
         with listening(port, 1) as (listener,):
             process = os.fork()
             if process == 0:
                 try:
                     listener.close()
-                    store.close()
+                    splices.close()
                     os._exit(0)
                 finally:
                     os._exit(1)
             assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
             with dial(port, hello(1)), accepted(listener):
                 pass
-        store.close()
+        splices.close()

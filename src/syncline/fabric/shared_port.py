@@ -216,29 +216,24 @@ class StoreSplices:
         self._joined[self._splices.add(sock.fileno(), there.fileno())] = (sock, there)
 
 
-class SharedStore:
-    """The store's part in a port that the ranks of its host share: what comes for it is carried to where it listens.
+def share_store(
+    address: str, port: int, options: FabricOptions, *, is_alone: bool = True
+) -> tuple[socket.socket, StoreSplices]:
+    """Return where a store is to listen, in this machine, and what carries there what comes for it at a shared port.
 
-    That is within this machine, and ``listening`` there is the store's to take.
+    ``is_alone``: refuse where there is another store; else whoever comes now is for this one.
     """
-
-    def __init__(self, address: str, port: int, options: FabricOptions, *, is_alone: bool = True) -> None:
-        """``is_alone``: refuse where there is another store; else whoever comes now is for this one."""
-        options.check_exposure(address)
-        listener = SharedListener(address, port, options)
-        try:
-            listener.serve(STORE, order=_LAST_MS - int(1000 * time.time()), is_alone=is_alone)
-            own = replace(options, network=None)
-            self.listening = listen_at("::1" if ":" in address else LOOPBACK, own, 0)
-        except BaseException:
-            listener.close()
-            raise
-        store = self.listening.getsockname()[:2]
-        self._splices = StoreSplices(listener, lambda: socket.create_connection(store, timeout=CONNECT_S))
-
-    def close(self) -> None:
-        """Carry nothing any more."""
-        self._splices.close()
+    options.check_exposure(address)
+    listener = SharedListener(address, port, options)
+    try:
+        listener.serve(STORE, order=_LAST_MS - int(1000 * time.time()), is_alone=is_alone)
+        own = replace(options, network=None)
+        listening = listen_at("::1" if ":" in address else LOOPBACK, own, 0)
+    except BaseException:
+        listener.close()
+        raise
+    store = listening.getsockname()[:2]
+    return listening, StoreSplices(listener, lambda: socket.create_connection(store, timeout=CONNECT_S))
 
 
 class _SharedPort:

@@ -12,6 +12,7 @@ import errno
 import ipaddress
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -24,7 +25,7 @@ from syncline.endpoints import LOOPBACK, format_endpoint
 from syncline.errors import ConfigurationError, RendezvousError
 from syncline.fabric import FabricOptions
 from syncline.fabric.rendezvous import begin_on_thread
-from syncline.fabric.shared_port import CONNECT_S, SharedStore, StoreSplices
+from syncline.fabric.shared_port import CONNECT_S, StoreSplices, share_store
 from syncline.fabric.sockets import listen_at, listen_in_range, open_socket
 from syncline.observe import EVERY_S, FIRST_S, tell_if_long
 from syncline.pytorch.environment import Environment
@@ -106,15 +107,9 @@ def serve_store(options: FabricOptions) -> tuple[Store, int]:
 
 def _serve_shared(address: str, port: int, options: FabricOptions, *, is_alone: bool = True) -> Store:
     """Serve a store at a port that it shares with the ranks of this host, as long as it is held."""
-    shared = SharedStore(address, port, options, is_alone=is_alone)
-    try:
-        host, own_port = shared.listening.getsockname()[:2]
-        store = _open_in_time(host, own_port, shared.listening, timeout_s=options.connect_s)
-    except BaseException:
-        shared.close()
-        raise
-    finalize(store, shared.close)
-    return store
+    listening, splices = share_store(address, port, options, is_alone=is_alone)
+    host, own_port = listening.getsockname()[:2]
+    return _open_while(splices, lambda: _open_in_time(host, own_port, listening, timeout_s=options.connect_s))
 
 
 def dial_store(host: str, port: int, options: FabricOptions, *, first_s: float = FIRST_S) -> Store:
@@ -134,9 +129,15 @@ def _dial_lent(host: str, port: int, options: FabricOptions) -> Store:
     """Lead torch's store, which dials by itself, there from this rank's own loopback."""
     listening = listen_at(LOOPBACK, replace(options, network=None), 0)
     splices = StoreSplices(listening, lambda: _connect_lent(host, port, options))
+    own, own_port = listening.getsockname()
+    timeout_s = options.connect_s
+    return _open_while(splices, lambda: _open_in_time(own, own_port, None, timeout_s=timeout_s, meant=(host, port)))
+
+
+def _open_while(splices: StoreSplices, open_it: Callable[[], Store]) -> Store:
+    """Open a store whose connections pass there, as long as it is held."""
     try:
-        own, own_port = listening.getsockname()
-        store = _open_in_time(own, own_port, None, timeout_s=options.connect_s, meant=(host, port))
+        store = open_it()
     except BaseException:
         splices.close()
         raise
