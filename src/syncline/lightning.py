@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.plugins.environments import ClusterEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch import nn
 
@@ -174,10 +174,8 @@ class SynclineStrategy(DDPStrategy):
             fleet.close(is_failing=is_failing)
 
 
-class LaunchedEnvironment(ClusterEnvironment):
+class LaunchedEnvironment(TorchElasticEnvironment):
     """The ranks that a launcher has started, each of which it told ``RANK`` and ``WORLD_SIZE``."""
-
-    creates_processes_externally = True
 
     def __init__(self) -> None:
         self._settings = read_environment(group=find_group())
@@ -203,27 +201,12 @@ class LaunchedEnvironment(ClusterEnvironment):
         """The port of the store on it."""
         return self._settings.master_port or 0
 
-    def world_size(self) -> int:
-        """Return the number of ranks."""
-        return self._settings.world_size
-
-    def global_rank(self) -> int:
-        """Return this process's rank."""
-        return self._settings.rank
-
     def local_rank(self) -> int:
         """Return the rank's number among those of its host."""
         return whole_number(process_variables(), "LOCAL_RANK", 0)
 
-    def node_rank(self) -> int:
-        """Return the number of the host."""
-        return whole_number(process_variables(), "GROUP_RANK", 0)
-
-    def set_world_size(self, size: int) -> None:
-        """Keep what the launcher says."""
-
-    def set_global_rank(self, rank: int) -> None:
-        """Keep what the launcher says."""
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Take what the launcher says, whatever the Trainer was given."""
 
 
 class MetricsCallback(Callback):
