@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from typing import Any
 
@@ -120,27 +120,19 @@ class JobRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return what JSON can say of it."""
-        return {
-            "epoch": self.epoch,
-            "numbers": self.numbers,
-            "next_number": self.next_number,
-            "machines": self.machines,
-            "join_addresses": self.join_addresses,
-            "known": self.known.to_yaml(),
-            "places": self.places,
-        }
+        return {each.name: getattr(self, each.name) for each in fields(self)} | {"known": self.known.to_yaml()}
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> JobRecord:
+    def from_json(cls, told: Mapping[str, Any]) -> JobRecord:
         """Undo :meth:`to_json`."""
         return cls(
-            epoch=int(fields["epoch"]),
-            numbers=tuple(map(int, fields["numbers"])),
-            next_number=int(fields["next_number"]),
-            machines=tuple(map(str, fields["machines"])),
-            join_addresses=tuple(address_of(each) for each in fields["join_addresses"]),
-            known=Topology.parse(str(fields["known"]), source="of the job"),
-            places=tuple(map(int, fields["places"])),
+            epoch=int(told["epoch"]),
+            numbers=tuple(map(int, told["numbers"])),
+            next_number=int(told["next_number"]),
+            machines=tuple(map(str, told["machines"])),
+            join_addresses=tuple(address_of(each) for each in told["join_addresses"]),
+            known=Topology.parse(str(told["known"]), source="of the job"),
+            places=tuple(map(int, told["places"])),
         )
 
 
