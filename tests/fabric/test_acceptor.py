@@ -183,7 +183,7 @@ def test_a_crowd_of_idle_sockets_does_not_keep_an_honest_rank_out(caplog, monkey
     async def scenario(door):
         crowd = await asyncio.gather(*(connect_raw(door.port) for _ in range(3 * MAX_UNAUTHENTICATED)))
         sock = await asyncio.wait_for(door.dial(3), DEADLINE_S)
-        assert len(door.acceptor._handshakes) <= MAX_UNAUTHENTICATED
+        assert len(door.acceptor.handshakes) <= MAX_UNAUTHENTICATED
         await door.wait_arrived(1)
         assert door.arrived[0][0][:2] == (3, 0)
         assert door.acceptor.num_refused >= 2 * MAX_UNAUTHENTICATED

@@ -112,7 +112,7 @@ FABRIC_MUTANTS = (
         changes=(
             Change(
                 file="fabric/tcp.py",
-                before="        tag = lost if is_believed(self._rank, lost) else on_word_of(accuser, lost)\n",
+                before="        tag = lost if is_believed(self.rank, lost) else on_word_of(accuser, lost)\n",
                 after="        tag = lost\n",
             ),
         ),

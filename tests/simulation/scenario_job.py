@@ -282,7 +282,7 @@ class JobScenario:
             assert isinstance(executor, CompiledSliceExecutor)
             if executor._executor.num_active_slices or executor._executor.inflight_bytes:
                 raise SimulationError(f"rank {rank.rank} has slices under way: {executor!r}")
-            if rank.fabric._mesh.acceptor._handshakes:
+            if rank.fabric._mesh.acceptor.handshakes:
                 raise SimulationError(f"rank {rank.rank} still waits for a stranger")
             self._check_grants(rank.rank, transports, rank.fabric.unconnected)
 

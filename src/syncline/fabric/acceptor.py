@@ -59,7 +59,8 @@ class Acceptor:
         self._holds = holds
         self._on_call = on_call
         self._loop = asyncio.get_running_loop()
-        self._handshakes: dict[asyncio.Task[Admission], float] = {}
+        self.handshakes: dict[asyncio.Task[Admission], float] = {}
+        """Those that are under way, and since when."""
         self._resume: asyncio.TimerHandle | None = None
         self._logged_s = float("-inf")
         self._num_unlogged = 0
@@ -73,15 +74,10 @@ class Acceptor:
         """Greet by these terms from now on."""
         self._terms = terms
 
-    @property
-    def handshakes(self) -> list[asyncio.Task[Admission]]:
-        """Those that are under way."""
-        return list(self._handshakes)
-
     def greet(self, sock: socket.socket, address: str) -> asyncio.Task[Admission]:
         """Shake hands with whoever is at the other end of a connected socket, at ``address``, and begins."""
         task = self._loop.create_task(self._greet(sock))
-        self._handshakes[task] = self._loop.time()
+        self.handshakes[task] = self._loop.time()
         task.add_done_callback(partial(self._finish, sock, address))
         return task
 
@@ -92,14 +88,14 @@ class Acceptor:
             self._socket.close()
         if self._resume is not None:
             self._resume.cancel()
-        tasks = list(self._handshakes)
+        tasks = list(self.handshakes)
         for task in tasks:
             task.cancel()
         return tasks
 
     def _accept(self) -> None:
         for _ in range(MAX_ACCEPTS_AT_ONCE):
-            if len(self._handshakes) >= self._num_places and not self._make_room():
+            if len(self.handshakes) >= self._num_places and not self._make_room():
                 self._pause()
                 return
             try:
@@ -114,10 +110,10 @@ class Acceptor:
             self.greet(sock, str(address[0]))
 
     def _make_room(self) -> bool:
-        oldest = next(iter(self._handshakes))
-        if self._loop.time() - self._handshakes[oldest] < PATIENCE_S:
+        oldest = next(iter(self.handshakes))
+        if self._loop.time() - self.handshakes[oldest] < PATIENCE_S:
             return False
-        del self._handshakes[oldest]
+        del self.handshakes[oldest]
         oldest.cancel()
         return True
 
@@ -131,7 +127,7 @@ class Acceptor:
 
     def _finish(self, sock: socket.socket, address: str, task: asyncio.Task[Admission]) -> None:
         """Hand the socket over, or close and count it."""
-        self._handshakes.pop(task, None)
+        self.handshakes.pop(task, None)
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
             self._on_connection(task.result(), sock)

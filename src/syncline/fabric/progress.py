@@ -70,7 +70,8 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self._num_calls = 0
+        self.num_calls = 0
+        """Calls that were begun."""
         self._waiting: dict[int, int] = {}
         self._wait = _Wait(self, "")
         self._lock = threading.Lock()
@@ -105,7 +106,7 @@ class Progress:
         """Who tells rank 0 of this: where members change, several have it one after another."""
 
     def __repr__(self) -> str:
-        return f"<Progress: {self._num_calls} calls, {self.phase}{', waiting' * self.is_waiting}>"
+        return f"<Progress: {self.num_calls} calls, {self.phase}{', waiting' * self.is_waiting}>"
 
     @property
     def is_waiting(self) -> bool:
@@ -115,12 +116,7 @@ class Progress:
     @property
     def value(self) -> int:
         """What a heartbeat carries: twice the number of calls, plus one while a thread waits in one."""
-        return (2 * self._num_calls + self.is_waiting) & MAX_VALUE
-
-    @property
-    def num_calls(self) -> int:
-        """Calls that were begun."""
-        return self._num_calls
+        return (2 * self.num_calls + self.is_waiting) & MAX_VALUE
 
     def own_s(self) -> tuple[dict[str, float], float]:
         """Return the seconds in each phase without the waits in it, and the seconds waited in all, until now."""
@@ -150,7 +146,7 @@ class Progress:
 
     def touch(self) -> None:
         """Count a call."""
-        self._num_calls += 1
+        self.num_calls += 1
 
     def enter(self, phase: str) -> None:
         """Say that the training thread is in ``phase`` from now on; the first after a step begins another step."""
@@ -271,7 +267,7 @@ class _Wait:
 
     def __enter__(self) -> None:
         progress, thread = self._progress, threading.get_ident()
-        progress._num_calls += 1
+        progress.num_calls += 1
         with progress._lock:
             if not progress._waiting:
                 progress._wait_name, progress._wait_phase = self._reason or progress.phase, progress.phase
@@ -285,7 +281,7 @@ class _Wait:
             if depth:
                 progress._waiting[thread] = depth
             progress._turn()
-        progress._num_calls += 1
+        progress.num_calls += 1
 
 
 class PeerStalls(Protocol):
@@ -316,15 +312,11 @@ class Stalls:
         self._on_stall = on_stall
         self._values: dict[int, int] = {}
         self._still_s: dict[int, float] = {}
-        self._stalled: frozenset[int] = frozenset()
+        self.stalled: frozenset[int] = frozenset()
+        """The ranks that are stalled."""
 
     def __repr__(self) -> str:
-        return f"<Stalls: {sorted(self._stalled)} after {self.limit_s:g} s>"
-
-    @property
-    def stalled(self) -> frozenset[int]:
-        """The ranks that are stalled."""
-        return self._stalled
+        return f"<Stalls: {sorted(self.stalled)} after {self.limit_s:g} s>"
 
     def still_s(self, peer: int) -> float:
         """Return for how long ``peer`` has neither begun a call nor waited in one."""
@@ -336,9 +328,9 @@ class Stalls:
             is_still = value == self._values.get(peer) and not value & 1
             self._still_s[peer] = self._still_s.get(peer, 0.0) + passed_s if is_still else 0.0
             self._values[peer] = value
-        before = self._stalled
-        self._stalled = frozenset(peer for peer in values if self._still_s[peer] >= self.limit_s)
-        if self._stalled - before:
+        before = self.stalled
+        self.stalled = frozenset(peer for peer in values if self._still_s[peer] >= self.limit_s)
+        if self.stalled - before:
             self._on_stall()
 
 

@@ -87,7 +87,7 @@ class TcpFabric:
         is_sparse: bool = False,
         trace: Trace | None = None,
     ) -> None:
-        self._rank = rank
+        self.rank = rank
         self._hosts = tuple(hosts)
         self.numbers = tuple(range(len(self._hosts)) if numbers is None else numbers)
         """What errors call the ranks."""
@@ -128,12 +128,7 @@ class TcpFabric:
     def __repr__(self) -> str:
         num_ready = sum(peer.is_ready and not peer.is_gone for peer in self._peers.values())
         state = "closed" if self._is_closed else "closing" if self._is_closing else f"{num_ready} peers"
-        return f"<TcpFabric rank {self._rank} of {self.world_size}: {state}>"
-
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-        return self._rank
+        return f"<TcpFabric rank {self.rank} of {self.world_size}: {state}>"
 
     @property
     def world_size(self) -> int:
@@ -241,7 +236,7 @@ class TcpFabric:
 
         native, peers = self._transport_set.native_transport, self._peers
         return FabricStatistics(
-            rank=self._rank,
+            rank=self.rank,
             time_s=self._loop.time(),
             connections=tuple(entry for peer in peers.values() for entry in peer.transport.connections()),
             unexpected_bytes=sum(map(native.unexpected_bytes, peers)),
@@ -272,19 +267,19 @@ class TcpFabric:
         for peer in self.living():
             # Only those whose deadline passed: what was sent to them was not received, or they did not answer.
             reason = f"closed its fabric after waiting {self._options.close_s:.1f} s for this rank to receive"
-            self._tell_peer(peer, tag=self._rank, reason=reason)
+            self._tell_peer(peer, tag=self.rank, reason=reason)
         await asyncio.gather(*self._release(), return_exceptions=True)
 
     def abort(self, reason: str = ABORTED) -> None:
         """Release everything at once; tell the others why, as far as that goes without waiting."""
         reason = f"is lost: {reason}"
         if not self._is_closed and self._overlay is not None and not self._has_ended:
-            self._overlay.spread_loss(self._rank, reason)
+            self._overlay.spread_loss(self.rank, reason)
             for peer in self.living():
                 peer.flush_control()
         elif not self._is_closed:
             for peer in self.living():
-                self._tell_peer(peer, tag=self._rank, reason=reason)
+                self._tell_peer(peer, tag=self.rank, reason=reason)
         self._release()
 
     def resize_grants(self, sizes: WindowSizes) -> None:
@@ -369,7 +364,7 @@ class TcpFabric:
             return
         away_s = self.away_s
         if not must_tell and away_s >= self._options.dead_s:  # this rank was given up, and shall not blame the peer
-            own = f"{self.describe_peer(self._rank)} {describe_absence(away_s)}"
+            own = f"{self.describe_peer(self.rank)} {describe_absence(away_s)}"
             text = f"{own}, and then found {peer.name} gone: it {reason}"
             self.lose(peer, PeerLostError(text, rank=peer.rank, host=peer.host))
             return
@@ -392,7 +387,7 @@ class TcpFabric:
         lost, accuser = read_loss(tag, teller=peer.rank)
         if lost in self._peers:
             self._reasons[lost] = reason
-        if lost == self._rank:
+        if lost == self.rank:
             text = f"{peer.name} closed its connections to this rank, because rank {self.numbers[lost]} {reason}"
             if away_s := self.away_s:
                 text += f"; this rank {describe_absence(away_s)}"
@@ -406,7 +401,7 @@ class TcpFabric:
         elif lost in self._peers and self._news.hear(peer.rank, lost, known=self._lost.keys(), accuser=accuser):
             self.believe(accuser, lost, reason)
         else:
-            _log.info("rank %d: %s reports that it lost rank %d, which %s", self._rank, peer.name, lost, reason)
+            _log.info("rank %d: %s reports that it lost rank %d, which %s", self.rank, peer.name, lost, reason)
 
     def on_control_message(self, peer: Peer, payload: bytes) -> None:
         """Pass a control message on."""
@@ -468,7 +463,7 @@ class TcpFabric:
                 reason += f" (as {self.describe_peer(accuser)}{_AS_TOLD}"
             self._tell_peer(outcast, tag=on_word_of(accuser, lost), reason=reason)
         error = PeerLostError(f"{outcast.name} {reason}", rank=lost, host=outcast.host)
-        tag = lost if is_believed(self._rank, lost) else on_word_of(accuser, lost)
+        tag = lost if is_believed(self.rank, lost) else on_word_of(accuser, lost)
         # to whom the accuser has no link, but where gossip leads to all
         self.lose(outcast, error, news=[(tag, reason)] if self._overlay is None else ())
 
@@ -483,7 +478,7 @@ class TcpFabric:
         tick = self._liveness.tick(self._loop.time(), heard=heard)
         if tick.gap_s:
             if advice := self._liveness.advise(tick.gap_s):
-                _log.warning("rank %d: %s", self._rank, advice)
+                _log.warning("rank %d: %s", self.rank, advice)
             self._note("loop stood still", gap_s=tick.gap_s)
         if tick.must_beat:
             for peer in self.living():
@@ -493,7 +488,7 @@ class TcpFabric:
             if verdict.is_dead:
                 self.on_broken(peer, f"sent nothing for {verdict.silence_s:.1f} s", must_tell=True)
             else:
-                _log.warning("rank %d: %s has sent nothing for %.1f s", self._rank, peer.name, verdict.silence_s)
+                _log.warning("rank %d: %s has sent nothing for %.1f s", self.rank, peer.name, verdict.silence_s)
                 self._note("peer is silent", peer=peer.rank, silence_s=verdict.silence_s)
         self.stalls.tick(tick.counted_s, {peer.rank: peer.transport.progress for peer in self.living()})
         if self._idle is not None:
@@ -535,7 +530,7 @@ class TcpFabric:
     def _open_overlay(self) -> Overlay:
         from syncline.fabric.overlay import Overlay  # few ranks need none
 
-        return Overlay(self._rank, self._peers, self, patience_s=self._options.dead_s)
+        return Overlay(self.rank, self._peers, self, patience_s=self._options.dead_s)
 
     def _watch_idle(self) -> IdleConnections:
         from syncline.fabric.resting import IdleConnections  # few ranks need none
@@ -568,11 +563,11 @@ class TcpFabric:
 
     def _check_open(self) -> None:
         if self._is_closing:
-            raise FabricClosedError(f"rank {self._rank}: the fabric was closed; open a new one with syncline.init()")
+            raise FabricClosedError(f"rank {self.rank}: the fabric was closed; open a new one with syncline.init()")
 
     def _open_peer(self, peer: int) -> Peer:
         self._check_open()
-        assert peer in self._peers, f"rank {self._rank} has no peer {peer} in a job of {self.world_size}"
+        assert peer in self._peers, f"rank {self.rank} has no peer {peer} in a job of {self.world_size}"
         return self._peers[peer]
 
     def _note(self, name: str, **args: object) -> None:

@@ -96,6 +96,8 @@ class Communicator:
         self._loop = loop
         self._fabric = fabric
         self._recorder = recorder or FlightRecorder()
+        self.stalls: PeerStalls = fabric.stalls
+        """Which ranks live, but do not train, as far as is known here; to be asked from any thread."""
         self.progress = fabric.progress
         """Where the training thread is; who waits in any other way than by a :class:`Work` says so here."""
         if self.trace.enabled:
@@ -190,11 +192,6 @@ class Communicator:
         self.topology = topology
         self._plans = Plans(topology, self._plans.planner, slice_bytes=None)
         self.slice_bytes = self._plans.slice_bytes
-
-    @property
-    def stalls(self) -> PeerStalls:
-        """Which ranks live, but do not train, as far as is known here; to be asked from any thread."""
-        return self._fabric.stalls
 
     def bucket_slice_bytes(self, num_bytes: int) -> int:
         """About how large a slice is of a buffer of ``num_bytes`` that moves beside many others."""

@@ -141,23 +141,19 @@ class Engine:
         self.user_stream = 0
         self.num_calls: dict[str, int] = {}
         self.call_bytes: dict[str, int] = {}
-        self._failure: Failure | None = None
+        self.failure: Failure | None = None
+        """Why the engine gave up, if it did."""
         self._cause: BaseException | None = None
         self._failure_handlers: list[Callable[[SynclineError], None]] = []
         self._stall_timer: Timer | None = None
 
     def __repr__(self) -> str:
-        state = f"failed ({self._failure.reason})" if self._failure else f"{len(self._calls)} calls"
+        state = f"failed ({self.failure.reason})" if self.failure else f"{len(self._calls)} calls"
         return f"<Engine rank {self._rank} of {self._world_size}: {state}>"
-
-    @property
-    def failure(self) -> Failure | None:
-        """Why the engine gave up, if it did."""
-        return self._failure
 
     def failure_error(self) -> SynclineError | None:
         """Return why the engine gave up as an error, if it did."""
-        return None if self._failure is None else self._error(self._failure, None)
+        return None if self.failure is None else self._error(self.failure, None)
 
     @property
     def num_pending_calls(self) -> int:
@@ -194,7 +190,7 @@ class Engine:
 
     def leave(self, *, tell: bool = True) -> None:
         """Tell the others which calls are complete, then end those that are not."""
-        if tell and self._failure is None:
+        if tell and self.failure is None:
             oldest: dict[int, int] = dict(self._next_numbers)
             for (stream, _), active in self._calls.items():
                 oldest[stream] = min(oldest[stream], active.number)
@@ -226,8 +222,8 @@ class Engine:
     def watch_failure(self, handler: Callable[[SynclineError], None]) -> None:
         """Tell ``handler`` once this has given up, with or without a call under way; at once if it has."""
         self._failure_handlers.append(handler)
-        if self._failure is not None:
-            handler(self._error(self._failure, None))
+        if self.failure is not None:
+            handler(self._error(self.failure, None))
 
     def crash(self, error: BaseException) -> None:
         """End all calls because our own code failed."""
@@ -246,7 +242,7 @@ class Engine:
         failure = Failure(reason=failures.PEER_LOST, text=str(error).rstrip("."), rank=peer)
         self._lost[peer] = failure
         has_told = isinstance(error, PeerLeftError) and peer in self._completed_by
-        if self._failure is not None or has_told:
+        if self.failure is not None or has_told:
             return
         needing = next((one for one in self._calls.values() if one.needs(peer, self._predecessor)), None)
         if needing is not None:
@@ -356,8 +352,8 @@ class Engine:
         if loss is not None:
             # the others may wait for this rank's part of the call, so they must know
             self._fail(self._compared(loss, call))
-        if self._failure is not None:
-            work.finish(self._error(self._failure, call))
+        if self.failure is not None:
+            work.finish(self._error(self.failure, call))
             return None
         active = ActiveCall(
             call=call,
@@ -582,9 +578,9 @@ class Engine:
 
     def _fail(self, failure: Failure, *, tell: bool = True) -> None:
         """End every call, now and later; the first failure counts."""
-        if self._failure is not None:
+        if self.failure is not None:
             return
-        self._failure = failure
+        self.failure = failure
         if self._stall_timer is not None:
             self._stall_timer.cancel()
         if tell:

@@ -31,6 +31,8 @@ class Port:
 
     def __init__(self, loop: CommunicationLoop, fabric: Fabric, relay: Relay, *, signature: int) -> None:
         self.rank, self.world_size, self.progress = fabric.rank, fabric.world_size, fabric.progress
+        self.stalls: PeerStalls = fabric.stalls
+        """Which ranks live, but do not train, as far as is known here."""
         self._loop = loop
         self._fabric = fabric
         self._relay = relay
@@ -71,11 +73,6 @@ class Port:
         """Call ``function`` on the loop's thread, in the order of the calls, and return what it returns; as `run`."""
         with self._fabric.progress.waiting():
             return self._loop.call(function, timeout_s)
-
-    @property
-    def stalls(self) -> PeerStalls:
-        """Which ranks live, but do not train, as far as is known here."""
-        return self._fabric.stalls
 
     def watch_losses(self, on_lost: LossHandler) -> None:
         """Tell ``on_lost`` of every rank that is lost or has left, now and later; of this one too, when it is closed.
