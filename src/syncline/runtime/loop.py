@@ -177,29 +177,16 @@ class CommunicationLoop:
         self._loop = None
 
     def _main(self) -> None:
-        assert self._loop is not None
+        loop = self._loop
+        assert loop is not None
         self._ident = threading.get_ident()
         ask_for_short_slices()
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-        except BaseException as error:  # SystemExit in a callback must not end in silence either
-            self._crash(error)
-        finally:
-            self._release(self._loop)
-            self._ident = 0  # which a later thread may have
-
-    @staticmethod
-    def _release(loop: asyncio.AbstractEventLoop) -> None:
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.run_until_complete(loop.shutdown_default_executor())
-        asyncio.set_event_loop(None)
-        loop.close()
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:  # in the end it cancels tasks, and closes the loop
+            try:
+                runner.get_loop().run_forever()
+            except BaseException as error:  # SystemExit in a callback must not end in silence either
+                self._crash(error)
+        self._ident = 0  # which a later thread may have
 
     def _handle_exception(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
