@@ -144,7 +144,8 @@ class PeerTransport:
     a control frame, and ``flush_control`` writes queued ones now, as far as the kernel takes them. ``end`` says on each
     connection that nothing more will come. ``take_heard`` tells whether anything arrived since it was last asked,
     ``received_position(connection_class)`` how many bytes of what the peer sends there are here, in whole frames.
-    After ``let_read_us`` requests name the addresses of their messages: the peer can copy them.
+    After ``let_read_us`` requests name the addresses of their messages: the peer can copy them. ``let_be_read(pid)``
+    copies messages out of the peer's memory where it does so, which is that of process ``pid``.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class PeerTransport:
         self.flush_control = partial(self._native_transport.flush_control, peer)
         self.end = partial(self._native_transport.end, peer)
         self.take_heard = partial(self._native_transport.take_heard, peer)
+        self.let_be_read = partial(self._native_transport.let_be_read, peer)
         self.let_read_us = partial(self._native_transport.let_read_us, peer)
         self.received_position = partial(self._native_transport.received_position, peer)
 
@@ -278,10 +280,6 @@ class PeerTransport:
         self._native_transport.close_peer(self._peer)
         for sock in self._sockets:
             sock.close()
-
-    def let_be_read(self, pid: int) -> None:
-        """Copy messages out of the peer's memory where it names their addresses; it is process ``pid``."""
-        self._native_transport.let_be_read(self._peer, pid)
 
     def connections(self) -> list[ConnectionStatistics]:
         """Return a frozen record of the counters of each connection."""

@@ -88,6 +88,9 @@ class DirectExecution:
     ``tag`` is the first of the call's; those of each direction between two ranks are numbered from it.
     """
 
+    has_more = False
+    """All messages begin at once."""
+
     def __init__(
         self,
         fabric: Transport,
@@ -111,11 +114,6 @@ class DirectExecution:
     def is_over(self) -> bool:
         """Whether every message has been received, or has left."""
         return not self._receives and not self._sends
-
-    @property
-    def has_more(self) -> bool:
-        """Whether there are messages that were not begun: all begin at once."""
-        return False
 
     def start(self) -> None:
         """Begin all messages: receives first, so that what comes finds its place."""

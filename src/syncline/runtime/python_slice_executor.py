@@ -234,17 +234,15 @@ class PythonSliceExecutor:
 class PythonExecution:
     """All slices of one call on their way."""
 
+    has_more = False
+    """All slices begin at once."""
+
     def __init__(self, executor: PythonSliceExecutor, call: SlicedCall) -> None:
         self._call = call
         self._runs = {
             number: _SliceRun(call, number, executor, on_end=partial(self._slice_ended, number))
             for number in range(len(call.slices))
         }
-
-    @property
-    def has_more(self) -> bool:
-        """Whether there are slices that were not begun: all begin at once."""
-        return False
 
     @property
     def is_over(self) -> bool:
