@@ -139,8 +139,9 @@ def assumed_issue_s(num_bytes: Sequence[int], forward_s: Sequence[float], bytes_
 def search_classes(profile: ForwardProfile, num_classes: int) -> ForwardPrediction:
     """Return the best assignment to at most ``num_classes`` classes."""
     best = predict_forward(profile, (0,) * profile.num_layers)
-    for classes in _Search(profile, min(num_classes, profile.num_layers)).assignments():
-        prediction = predict_forward(profile, classes)
+    began = _find_classes(profile, min(num_classes, profile.num_layers))
+    for number in range(1, len(began)):
+        prediction = predict_forward(profile, _assignment(began, number))
         if prediction.time_s < best.time_s:
             best = prediction
     return best
@@ -158,44 +159,34 @@ def divide_by_proportions(num_bytes: Sequence[int], proportions: Sequence[float]
     return tuple(int(number) for number in np.searchsorted(ends, middles, side="right"))
 
 
-class _Search:
-    """The dynamic programme; ``_from[k][e]`` remembers where the last of k classes began."""
+def _find_classes(profile: ForwardProfile, num_classes: int) -> npt.NDArray[np.int64]:
+    """Return where the last of k classes begins that hold the layers before e: the dynamic programme, by k and e."""
+    shape = (num_classes + 1, profile.num_layers + 1)
+    best_s, began = np.full(shape, np.inf), np.zeros(shape, dtype=np.int64)
+    best_s[0, 0] = 0.0
+    sizes = np.asarray(profile.num_bytes, dtype=np.float64)
+    issued_s = np.asarray(profile.issued_s, dtype=np.float64)
+    elapsed_s = np.concatenate([[0.0], np.cumsum(profile.forward_s)])
+    done_s = prefix_done_s(profile)
+    rear_bytes = np.zeros(profile.num_layers)
+    for end in range(1, profile.num_layers + 1):
+        newest = end - 1
+        rear_bytes[:newest] += sizes[newest] * (issued_s[newest] < issued_s[:newest])
+        arrivals_s = done_s[:end] + np.minimum(profile.backlog_bytes, rear_bytes[:end]) / profile.bytes_per_s
+        left_s = elapsed_s[end] - elapsed_s[:end]
+        gated_s = np.maximum.accumulate((arrivals_s + left_s)[::-1])[::-1]
+        reached_s = np.maximum(best_s[:-1, :end] + left_s, gated_s)
+        began[1:, end] = reached_s.argmin(axis=1)
+        best_s[1:, end] = reached_s.min(axis=1)
+    return began
 
-    def __init__(self, profile: ForwardProfile, num_classes: int) -> None:
-        self._profile = profile
-        self._num_classes = num_classes
-        num_layers = profile.num_layers
-        self._best_s: Floats = np.full((num_classes + 1, num_layers + 1), np.inf)
-        self._best_s[0, 0] = 0.0
-        self._from = np.zeros((num_classes + 1, num_layers + 1), dtype=np.int64)
-        self._run()
 
-    def assignments(self) -> list[tuple[int, ...]]:
-        """Return the best assignment for each number of classes, fewest first."""
-        return [self._assignment(number) for number in range(1, self._num_classes + 1)]
-
-    def _run(self) -> None:
-        profile = self._profile
-        sizes = np.asarray(profile.num_bytes, dtype=np.float64)
-        issued_s = np.asarray(profile.issued_s, dtype=np.float64)
-        elapsed_s = np.concatenate([[0.0], np.cumsum(profile.forward_s)])
-        done_s = prefix_done_s(profile)
-        rear_bytes = np.zeros(profile.num_layers)
-        for end in range(1, profile.num_layers + 1):
-            newest = end - 1
-            rear_bytes[:newest] += sizes[newest] * (issued_s[newest] < issued_s[:newest])
-            arrivals_s = done_s[:end] + np.minimum(profile.backlog_bytes, rear_bytes[:end]) / profile.bytes_per_s
-            left_s = elapsed_s[end] - elapsed_s[:end]
-            gated_s = np.maximum.accumulate((arrivals_s + left_s)[::-1])[::-1]
-            reached_s = np.maximum(self._best_s[:-1, :end] + left_s, gated_s)
-            self._from[1:, end] = reached_s.argmin(axis=1)
-            self._best_s[1:, end] = reached_s.min(axis=1)
-
-    def _assignment(self, num_classes: int) -> tuple[int, ...]:
-        end = self._profile.num_layers
-        pieces: list[int] = []
-        for number in range(num_classes, 0, -1):
-            start = int(self._from[number, end])
-            pieces = [number - 1] * (end - start) + pieces
-            end = start
-        return tuple(pieces)
+def _assignment(began: npt.NDArray[np.int64], num_classes: int) -> tuple[int, ...]:
+    """Return the class of each layer, by where classes begin."""
+    end = began.shape[1] - 1
+    pieces: list[int] = []
+    for number in range(num_classes, 0, -1):
+        start = int(began[number, end])
+        pieces = [number - 1] * (end - start) + pieces
+        end = start
+    return tuple(pieces)
