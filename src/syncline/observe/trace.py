@@ -56,9 +56,7 @@ class _Rows:
         self._lane_ends_ns: dict[str, list[int]] = {}
         self._new: list[dict[str, Any]] = []
 
-    def place(
-        self, events: Sequence[tuple[str, str, str, int, int, dict[str, Any]]]
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def place(self, events: Sequence[_Event]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Metadata of rows that are new, and the events in the Chrome format, ordered by their start."""
         placed = [self._place(*event) for event in sorted(events, key=lambda event: (event[3], -event[4]))]
         new, self._new = self._new, []
@@ -92,12 +90,8 @@ class _Rows:
         return len(ends_ns) - 1
 
     def _row(self, category: str, lane: int) -> int:
-        number = self._numbers.get((category, lane))
-        if number is None:
-            number = self._new_row(category, lane)
-        return number
-
-    def _new_row(self, category: str, lane: int) -> int:
+        if (known := self._numbers.get((category, lane))) is not None:
+            return known
         order = FIRST_ROWS.index(category) if category in FIRST_ROWS else len(FIRST_ROWS)
         number = len(self._numbers) + 1
         self._numbers[category, lane] = number
