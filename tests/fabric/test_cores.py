@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from meeting_stores import DictStore
 from syncline.fabric import FabricOptions, Rendezvous, connect_tcp
-from syncline.fabric.shared_host import ThreadBinding, divide_cores, unrestricted_cores
+from syncline.fabric.shared_host import bind_thread, divide_cores, unrestricted_cores
 from syncline.runtime import CommunicationLoop
 
 pytestmark = pytest.mark.skipif(not unrestricted_cores(), reason="this process may not use all cores, so none is bound")
@@ -39,9 +39,8 @@ def in_thread(function):
 
 def share_of_new_thread(rank, *others):
     def bind():
-        binding = ThreadBinding(rank)
-        for other in others:
-            binding.share_with(other)
+        for number in range(1, len(others) + 1):
+            bind_thread(rank, others[:number])
         return os.sched_getaffinity(0)
 
     return in_thread(bind)
@@ -58,7 +57,7 @@ def test_a_thread_is_bound_anew_for_each_rank_that_is_found():
 def test_a_main_thread_is_left_alone():
     before = os.sched_getaffinity(0)
     assert threading.current_thread() is threading.main_thread()
-    ThreadBinding(0).share_with(1)
+    bind_thread(0, [1])
     assert os.sched_getaffinity(0) == before
 
 
@@ -75,7 +74,7 @@ def test_a_platform_that_cannot_bind_is_left_alone(monkeypatch):
     cores = unrestricted_cores()
     with monkeypatch.context() as patch:
         patch.delattr(os, "sched_getaffinity")
-        in_thread(lambda: ThreadBinding(1).share_with(0))
+        in_thread(lambda: bind_thread(1, [0]))
         assert unrestricted_cores() == frozenset()
     assert unrestricted_cores() == cores
 
@@ -94,7 +93,7 @@ def test_a_kernel_that_refuses_is_no_failure(monkeypatch):
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
     assert share_of_new_thread(1, 0) == cores
     monkeypatch.setattr(os, "sched_getaffinity", refuse_to_tell)
-    in_thread(lambda: ThreadBinding(1).share_with(0))
+    in_thread(lambda: bind_thread(1, [0]))
     assert asked == [divide_cores(cores, place=1, num_places=2)]
 
 

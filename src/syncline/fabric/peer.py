@@ -50,8 +50,8 @@ class PeerEvents(Protocol):
     def on_closed(self, peer: Peer) -> bool:
         """Hear that a connection ended; return whether that was agreed, and they rest now."""
 
-    def on_memory_shared(self, peer: Peer) -> None:
-        """Note that the peer reads this process's memory: both are on one machine."""
+    def on_memory_shared(self) -> None:
+        """Note that a peer reads this process's memory: both are on one machine."""
 
 
 class OverlayEvents(Protocol):
@@ -337,7 +337,7 @@ class Peer:
         if self._offer is None:
             raise FrameError("memory was accepted that was not offered")
         self.transport.let_read_us()
-        self._events.on_memory_shared(self)
+        self._events.on_memory_shared()
 
     def on_news(self, tag: int, reason: str) -> None:
         """Hear from the peer that a rank is lost, or why it ends itself."""

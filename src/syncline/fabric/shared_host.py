@@ -188,8 +188,8 @@ def unrestricted_cores() -> frozenset[int]:
     return cores if len(cores) == os.cpu_count() else frozenset()
 
 
-class ThreadBinding:
-    """Binds the thread that calls :meth:`share_with` to its rank's share of the machine's cores.
+def bind_thread(rank: int, others: Iterable[int]) -> None:
+    """Bind the calling thread to its rank's share of the machine's cores, on which the ``others`` run too.
 
     A kernel that wakes a thread tends to put it on the core of the thread that woke it, as the two seem to work
     together. Communication threads of one machine wake each other all the time, and so end up on one core, each waiting
@@ -198,23 +198,9 @@ class ThreadBinding:
 
     A main thread is the program's own, and is left alone.
     """
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._ranks = {rank}
-
-    def __repr__(self) -> str:
-        return f"<ThreadBinding of rank {self._rank} beside {len(self._ranks) - 1} others>"
-
-    def share_with(self, *ranks: int) -> None:
-        """Take note that ``ranks`` run on this machine too, and bind the thread to what remains of the cores."""
-        self._ranks.update(ranks)
-        if threading.current_thread() is not threading.main_thread():
-            with contextlib.suppress(OSError):  # a core went away, or a sandbox refuses: nothing depends on it
-                self._bind()
-
-    def _bind(self) -> None:
-        cores = unrestricted_cores()
-        if cores:
-            place = sorted(self._ranks).index(self._rank)
-            os.sched_setaffinity(0, divide_cores(cores, place=place, num_places=len(self._ranks)))
+    if threading.current_thread() is threading.main_thread():
+        return
+    with contextlib.suppress(OSError):  # a core went away, or a sandbox refuses: nothing depends on it
+        ranks = sorted({rank, *others})
+        if cores := unrestricted_cores():
+            os.sched_setaffinity(0, divide_cores(cores, place=ranks.index(rank), num_places=len(ranks)))

@@ -37,7 +37,7 @@ from syncline.fabric.protocol import (
     call_back,
 )
 from syncline.fabric.reach import Reach
-from syncline.fabric.shared_host import MemoryOffers, ThreadBinding
+from syncline.fabric.shared_host import MemoryOffers, bind_thread
 from syncline.fabric.sizing import WindowSizes
 from syncline.fabric.slice_executor import SliceExecutor
 from syncline.members import News, is_believed
@@ -94,7 +94,6 @@ class TcpFabric:
         self._options = options
         self._loop = asyncio.get_running_loop()
         self._transport_set = transport_set
-        self._binding = ThreadBinding(rank)
         self._trace = trace
         make_peer = partial(Peer, transport_set=transport_set, offers=offers, events=self)
         self._peers = {
@@ -424,11 +423,10 @@ class TcpFabric:
             return True
         return False
 
-    def on_memory_shared(self, peer: Peer) -> None:
-        """Divide the machine's cores with a rank that runs on it too."""
+    def on_memory_shared(self) -> None:
+        """Divide the machine's cores with the ranks that run on it too."""
         if self._options.binds_thread:
-            others = self._peers.values() if self.is_sparse else (peer,)
-            self._binding.share_with(*(other.rank for other in others if other.is_local))
+            bind_thread(self.rank, [other.rank for other in self._peers.values() if other.is_local])
 
     # --- connections that rest (RestingFabric) ---
 
