@@ -132,6 +132,10 @@ class Transport(Protocol):
     def world_size(self) -> int:
         """Number of ranks in the job."""
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What errors call its ranks: the job's own numbers, which are other ones where the job has lost ranks."""
+
     def send(
         self,
         peer: int,
@@ -236,10 +240,6 @@ class Fabric(Transport, Protocol):
     >>> asyncio.run(open_and_close())
     <MemoryFabric rank 0 of 2: closed>
     """
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """What errors call its ranks: the job's own numbers, which are other ones where the job has lost ranks."""
 
     def set_listener(self, listener: FabricListener) -> None:
         """Tell ``listener`` from now on (one listener; what happened before is delivered at once)."""

@@ -6,7 +6,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
@@ -40,15 +40,6 @@ class CallSettings(BasicSettings, total=False):
     """What the caller makes of the numbers, such as "weighted mean"; the reduction's if it is not given."""
     elements: str
     """The caller's number type, where the reduction is of plain bytes."""
-
-
-_COMMON = ("stream", "label", "step", "urgency", "connection_class", "timeout_s")
-
-
-def common_settings(settings: BasicSettings, *, label: str, stream: int, timeout_s: float) -> dict[str, Any]:
-    """Return what any :class:`Call` is made with: what ``settings`` say, else what is given beside them."""
-    asked = {name: settings[name] for name in _COMMON if settings.get(name) is not None}  # type: ignore[literal-required]
-    return {"stream": stream, "label": label, "timeout_s": timeout_s} | asked
 
 
 DETAILS = " -- "

@@ -23,7 +23,7 @@ from syncline.fabric import (
 )
 from syncline.observe import Trace
 from syncline.priorities.settings import Priorities
-from syncline.runtime.call import BasicSettings, Call, CallSettings, CollectiveCall, common_settings
+from syncline.runtime.call import BasicSettings, Call, CallSettings, CollectiveCall
 from syncline.runtime.control import Failure, Tally
 from syncline.runtime.direct import DirectCall, DirectKind, Messages
 from syncline.runtime.engine import Engine
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from syncline.runtime.statistics import FleetStatistics
 
 DEFAULT_TIMEOUT_S = 300.0
+_OF_CALLS = BasicSettings.__optional_keys__ - {"is_awaited"}
+"""What of the settings a call is made with."""
 TOKEN_BYTES = 8
 LINGER_S = 0.2
 """After a failure, the others have this long to read why before they see this rank go."""
@@ -237,7 +239,8 @@ class Communicator:
 
     def basic_settings(self, label: str, settings: BasicSettings) -> dict[str, Any]:
         """Return what any call here is made with: what ``settings`` say, else what is usual; it is called ``label``."""
-        return common_settings(settings, label=label, stream=self.user_stream, timeout_s=self.timeout_s)
+        asked = {name: value for name, value in settings.items() if name in _OF_CALLS and value is not None}
+        return {"stream": self.user_stream, "label": label, "timeout_s": self.timeout_s} | asked
 
     def start(
         self,
@@ -563,7 +566,6 @@ class Communicator:
             clock=self._loop.clock,
             trace=self.trace,
             max_inflight_bytes=max_inflight_bytes,
-            numbers=self._fabric.numbers,
         )
         self._relay = Relay(engine)
         self._fabric.set_listener(self._relay)

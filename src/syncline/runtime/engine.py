@@ -98,7 +98,7 @@ class Engine:
     """Runs the collectives of one rank; every method is called on the clock's thread.
 
     ``max_inflight_bytes`` bounds the slices under way in a connection class, and so the temporaries, which need at most
-    that much for each class and level of a schedule. ``numbers`` are the job's own of the ranks, for errors.
+    that much for each class and level of a schedule.
     """
 
     def __init__(
@@ -109,10 +109,9 @@ class Engine:
         clock: Clock,
         trace: Trace | None = None,
         max_inflight_bytes: int = MOST_INFLIGHT_BYTES,
-        numbers: Sequence[int] | None = None,
     ) -> None:
         self._fabric = fabric
-        self._numbers = range(fabric.world_size) if numbers is None else numbers
+        self._numbers = fabric.numbers
         self._topology = topology
         self._clock = clock
         self._trace = trace if trace is not None else Trace()
