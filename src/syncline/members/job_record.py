@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from typing import Any
@@ -161,7 +161,6 @@ class Attempt:
     """Whether the members are about to hear of it, so that newcomers find them when they connect."""
     is_decided: bool = False
     """Whether the members may have switched: from then on it is not given up."""
-    token: Callable[[int], str] = secrets.token_hex
     _listening: dict[int, list[Any]] = field(default_factory=dict)
     _connected: set[int] = field(default_factory=set)
 
@@ -183,7 +182,7 @@ class Attempt:
     def generation(self) -> dict[str, Any]:
         """Return where all listen, as every rank is told then."""
         members = [self._listening[rank] for rank in range(self.job.world_size)]
-        return {"epoch": int(self.token(8), 16) or 1, "nonce": self.token(NONCE_BYTES), "members": members}
+        return {"epoch": secrets.randbits(64) or 1, "nonce": secrets.token_hex(NONCE_BYTES), "members": members}
 
     def connected(self, rank: int) -> bool:
         """Note that a rank is connected to all others; return whether all are."""
