@@ -11,6 +11,7 @@ done. No failed call leaves a posted receive behind that could write to its buff
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +25,6 @@ from syncline.runtime.call import Call, CollectiveCall, Description, trace_call
 from syncline.runtime.control import ControlError, ControlKind, Failure, Tally
 from syncline.runtime.dataflow import Dataflows
 from syncline.runtime.direct import DirectCall, DirectExecution
-from syncline.runtime.loop import Clock, Timer
 from syncline.runtime.plans import MOST_INFLIGHT_BYTES
 from syncline.runtime.python_slice_executor import PythonSliceExecutor
 from syncline.runtime.same_calls import Agreement, CallKey, Disagreement, EarlyQuota, EarlyWaits
@@ -51,7 +51,7 @@ class ActiveCall:
     """Whether the rank before is known to have made the same call."""
     execution: Execution | None = None
     """Its slices or messages; None if there is nothing to move."""
-    timer: Timer | None = None
+    timer: asyncio.TimerHandle | None = None
     awaited: dict[int, frozenset[int]] = field(default_factory=dict)
     """For each rank that said so, whom it waits for."""
     has_told: bool = False
@@ -106,7 +106,7 @@ class Engine:
         fabric: Transport,
         *,
         topology: Topology | None,
-        clock: Clock,
+        clock: asyncio.AbstractEventLoop,
         trace: Trace | None = None,
         max_inflight_bytes: int = MOST_INFLIGHT_BYTES,
     ) -> None:
@@ -144,7 +144,7 @@ class Engine:
         """Why the engine gave up, if it did."""
         self._cause: BaseException | None = None
         self._failure_handlers: list[Callable[[SynclineError], None]] = []
-        self._stall_timer: Timer | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
         state = f"failed ({self.failure.reason})" if self.failure else f"{len(self._calls)} calls"

@@ -21,7 +21,7 @@ import platform
 import struct
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from syncline.errors import DeadlineError, FabricClosedError, FabricError
 from syncline.fabric import new_event_loop
@@ -33,23 +33,6 @@ _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274}
 """The number of the system call, which Python has no name for."""
 _ATTRIBUTES = struct.Struct("=IIQiIQQQ")
 """The kernel's ``sched_attr``: size, policy, flags, nice, priority, runtime, deadline, period."""
-
-
-class Timer(Protocol):
-    """Something that will happen."""
-
-    def cancel(self) -> None:
-        """Let it not happen."""
-
-
-class Clock(Protocol):
-    """What an asyncio loop is to the engine."""
-
-    def time(self) -> float:
-        """Return the time in seconds, from any beginning."""
-
-    def call_later(self, delay: float, callback: Callable[..., object], *args: object) -> Timer:
-        """Call ``callback(*args)`` after ``delay`` seconds."""
 
 
 class CommunicationLoop:

@@ -6,12 +6,12 @@ nothing it waits for is left.
 
 from __future__ import annotations
 
+from asyncio import AbstractEventLoop
 from collections.abc import Callable
 from functools import partial
 
 from syncline.fabric import Transport
 from syncline.fabric.slice_executor import SLICE_TAGS, Kind, Operation, SlicedCall
-from syncline.runtime.loop import Clock
 
 
 class _SliceRun:
@@ -212,7 +212,7 @@ class _SliceRun:
 class PythonSliceExecutor:
     """Executes calls on any transport, and bounds nothing; ``on_crash`` is told if our own code fails."""
 
-    def __init__(self, transport: Transport, clock: Clock, *, on_crash: Callable[[Exception], None]) -> None:
+    def __init__(self, transport: Transport, clock: AbstractEventLoop, on_crash: Callable[[Exception], None]) -> None:
         self.transport = transport
         self.on_crash = on_crash
         self._clock = clock
