@@ -100,7 +100,11 @@ def test_without_spares_the_state_is_divided_too(tmp_path: Path) -> None:
 
 
 def test_one_rank_becomes_three_with_spares() -> None:
-    job = GrowingJob(SPARES, members=1, come=[(0,), (0,)], target=3)
+    def before_step(fleet: Any, optimizer: Any, _: Any) -> None:
+        if fleet.members[fleet.rank] == 0:
+            assert fleet.statistics().num_steps == optimizer.iteration, "it counts on when others have come in"
+
+    job = GrowingJob(SPARES, members=1, come=[(0,), (0,)], target=3, before_step=before_step)
     check_same(job.run(), job)
 
 
