@@ -30,7 +30,7 @@ class Kernel {
     virtual ssize_t send(int fd, iovec* parts, size_t num_parts) = 0;
     // Let `fd` be readable when so many bytes are there, or its end.
     virtual void wake_at(int fd, int num_bytes) = 0;
-    // Return how many segments were lost and sent again; see `sockets.resent_segments`.
+    // Return how many segments were lost and sent again; as `sockets.tcp_counters` counts them.
     virtual int64_t resent_segments(int fd) const = 0;
 
     // The transport's own epoll set. Watch for EPOLLIN and, perhaps, EPOLLOUT. Throws std::system_error.
