@@ -89,7 +89,8 @@ def draft_in_replicas(whole: Draft, replicas: Sequence[Sequence[int]]) -> tuple[
 
     One replica is :func:`split`. Both have the same cuts and owners (int32, [replicas, atoms]). Raises
     :class:`~syncline.errors.ScheduleError` for what is no all-reduce with owners, and where its all-gather enters a
-    replica at several ranks, as a ring's may; that of a tree whose nodes are the replicas enters at one.
+    replica at several ranks, as a ring's may, or leaves it from another than its owner, as a weighted tree's may where
+    links differ by direction; that of a tree whose nodes are the replicas enters and leaves at one.
 
     >>> topology = Topology.load("two-racks-5-3")
     >>> whole = plan_tree(topology, Collective.ALL_REDUCE)
@@ -141,6 +142,12 @@ def _owners(draft: Draft, between: Transfers, number: IntArray, num_replicas: in
             f"replicas are entered once by each range, but the {draft.planner}'s all-gather enters one "
             f"{times.max()} times; take a tree's, whose nodes the replicas are"
         )
+    for row in between:
+        if (owners[number[row.src], row.first : row.last] != row.src).any():
+            raise ScheduleError(
+                f"replicas are left from the rank that owns a range there, but the {draft.planner}'s all-gather leaves "
+                f"one from rank {row.src}, which owns it not; take a tree's whose sums come the same way"
+            )
     return owners
 
 
