@@ -45,6 +45,8 @@ COMPUTE_S, FORWARD_PART, WAITED_PART = 0.1, 1 / 3, 0.9
 EVERY = 4
 COMPARED = (REFERENCE, "Sharded", "Sharded int4", "LocalSteps, sites")
 OWN_PACE = "LocalSteps, own pace"
+FOUND = (OWN_PACE, "LocalSteps, auto")
+"""Trained in one process with the period, and the paces, that a network has."""
 BY_NAME = {method.name: method for method in METHODS}
 
 
@@ -136,7 +138,7 @@ def compare(asked: argparse.Namespace) -> None:
     topology = replace(network.topology, root=slowed(network.topology.root, asked.slowly))
     trainings = (each for each in load_trainings(asked.trainings) if each.sites == network.sites)
     found = {
-        (each.task, OWN_PACE if each.method.startswith(OWN_PACE) else each.method, each.seed): each.learning
+        (each.task, next(filter(each.method.startswith, FOUND), each.method), each.seed): each.learning
         for each in trainings
     }
     done = [json.loads(line) for line in asked.to.read_text().splitlines()] if asked.to.exists() else []
@@ -175,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trainings", type=Path)
     parser.add_argument("--tasks", nargs="*", default=["gpt", "digits-by-label"], choices=list(TASKS))
-    parser.add_argument("--methods", nargs="*", default=list(COMPARED), choices=[*COMPARED, OWN_PACE])
+    parser.add_argument("--methods", nargs="*", default=list(COMPARED), choices=[*COMPARED, *FOUND])
     parser.add_argument("--network", default=NETWORKS[0], choices=NETWORKS)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--slowly", type=int, default=1)

@@ -300,26 +300,39 @@ PHASED = {
 """What errors say of a rank of a pair; the partner hears of some first, and ranks of its side of others."""
 
 
+def run_pairs(run_fleets: Any, job: Job, prepare: Callable[[PhasedLoop], Any] = act_normally) -> list[Any]:
+    place, act, _ = FAULTS[job.fault]
+
+    def body(fleet: Fleet) -> None:
+        loop = PhasedLoop(fleet, job)
+        prepare(loop)
+        if fleet.rank == GUILTY:
+            loop.run({place: act})
+            return
+        try:
+            loop.run({})
+            loop.trainer.synchronize()
+        except SynclineError as error:
+            job.end(fleet.rank, error)
+            raise
+
+    return run_fleets(WORLD, body, timeout_s=TIMEOUT_S, accept=(SynclineError, GuiltyError))
+
+
 def test_the_errors_of_all_pairs_name_the_rank_at_fault_first(run_fleets: Any, tmp_path: Path) -> None:
-    def run(job: Job) -> list[Any]:
-        place, act, _ = FAULTS[job.fault]
-
-        def body(fleet: Fleet) -> None:
-            loop = PhasedLoop(fleet, job)
-            if fleet.rank == GUILTY:
-                loop.run({place: act})
-                return
-            try:
-                loop.run({})
-                loop.trainer.synchronize()
-            except SynclineError as error:
-                job.end(fleet.rank, error)
-                raise
-
-        return run_fleets(WORLD, body, timeout_s=TIMEOUT_S, accept=(SynclineError, GuiltyError))
-
-    for job, _ in run_at_once(PHASED, tmp_path, run):
+    for job, _ in run_at_once(PHASED, tmp_path, lambda job: run_pairs(run_fleets, job)):
         check_names(job, PHASED[job.fault])
+
+
+def test_a_pair_names_who_holds_up_the_other_pair_on_which_it_depends(run_fleets: Any, tmp_path: Path) -> None:
+    """Rank 3 waits for rank 2, that for an update with rank 0, and that for rank 1; rank 3 gives up first."""
+
+    def hurry(loop: PhasedLoop) -> None:
+        if loop.fleet.rank == 3:
+            loop.trainer._driver._timeout_s *= 0.75  # from half of the others' on it knows for whom they wait
+
+    ((job, _),) = run_at_once(["sleeps in forward"], tmp_path, lambda job: run_pairs(run_fleets, job, hurry))
+    check_names(job, "rank 1 (host memory) sent nothing ")
 
 
 @pytest.mark.parametrize("rule", SURVIVING)

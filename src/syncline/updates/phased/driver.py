@@ -227,19 +227,24 @@ class PairDriver(Driver):
         return phase
 
     def _wait_told(self, can_go_on: Callable[[], bool]) -> bool:
-        """Wait until the deadline; from half of it on all ranks know that it is for the partner, if it is."""
+        """Wait until the deadline; from half of it on all ranks know for whom."""
         if self._wait_for(can_go_on, self._timeout_s / 2):
             return True
-        job, current = self._setting.job, self._pass
-        is_for_partner = self._awaited() in (["input"], ["sending"]) or self._next is not None
-        if is_for_partner and current is not None:
-            job.wait_beside([self._setting.partner], f"the {self._phases.current_phase}, step {current.step}")
+        job, current, waits_for = self._setting.job, self._pass, self._waits_for()
+        if waits_for and current is not None:
+            job.wait_beside(waits_for, f"the {self._phases.current_phase}, step {current.step}")
         is_over = self._wait_for(can_go_on, self._timeout_s / 2)
         if not is_over and self._awaited() == ["update"]:  # its sum may have begun late, and names who does not come
             is_over = self._wait_for(can_go_on, self._timeout_s)
-        if is_for_partner and is_over and self._failure is None:  # else others are to know, who fail as well
+        if waits_for and is_over and self._failure is None:  # else others are to know, who fail as well
             job.wait_beside([], "")
         return is_over
+
+    def _waits_for(self) -> list[int]:
+        """Return for whom the next phase waits: the partner, or the ranks of this side; nobody for storage."""
+        if self._awaited() == ["update"] and self._next is None:
+            return self._stage_driver.updater.awaited_ranks
+        return [self._setting.partner] if self._awaited() in (["input"], ["sending"]) or self._next is not None else []
 
     def _can_compute(self) -> bool:
         return self._next is not None and self._num_unsent < MAX_UNSENT

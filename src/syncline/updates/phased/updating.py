@@ -90,10 +90,19 @@ class StageUpdater:
         """That of all gradients of the last step whose norm is known."""
         self._clipping = clipping
         self._squares: dict[int, float] = {}
+        self._under_way: list[Work] = []
+        """What stages have begun to exchange; some may be over."""
         self._collectives = collectives
         self._optimizer = optimizer
         self._whole = whole_parameters
         self._thread = WorkerThread(f"syncline-phased-update-{collectives.rank}", on_failure=on_failure)
+
+    @property
+    def awaited_ranks(self) -> list[int]:
+        """The other ranks of this side, while this one exchanges gradients or parameters of a stage with them."""
+        job = self._collectives.communicator
+        is_waiting = not all(work.done() for work in self._under_way)
+        return [member for rank, member in enumerate(job.members) if rank != job.rank] if is_waiting else []
 
     def count_samples(self, number: float, step: int) -> Samples:
         """Begin to sum the samples of a step; the training thread of every rank calls this once a step."""
@@ -153,6 +162,7 @@ class StageUpdater:
             if weight != 1.0:
                 bucket.gradients.mul_(weight)
             works.append(self._collectives.start(bucket, Collective.REDUCE_SCATTER, gradients.step))
+        self._begin(works)
 
         def finish() -> None:
             _wait(works)
@@ -181,12 +191,16 @@ class StageUpdater:
         gradients.state = ShardState.of(shards)
         trace.span(f"update of stage {urgency}", "update", start_ns, trace.now_ns(), step=gradients.step)
         works = [self._collectives.start(bucket, Collective.ALL_GATHER, gradients.step) for bucket in gradients.buckets]
+        self._begin(works)
 
         def finish() -> None:
             _wait(works)
             then()
 
         self._thread.submit(urgency, works, finish)
+
+    def _begin(self, works: Sequence[Work]) -> None:
+        self._under_way = [*(work for work in self._under_way if not work.done()), *works]
 
 
 def _wait(works: Sequence[Work]) -> None:
