@@ -82,12 +82,9 @@ class ElasticLocalStepsUpdater(LocalStepsUpdater):
             assert last is not None, "who has merged a round keeps it until all have"
             last.share(self._control, told.index(newest))
         if flight is not None and self._num_begun > newest:
-            self._flight = flight.again(
-                told=(*flight.told[: -len(NO_FLAGS)], *self._flags()),
-                control=self._control,
-                start_sum=self._start_sum(),
-                thread=self._round_thread,
-            )
+            number = (self._next_round - 1) % len(self._fragments)
+            said = (*flight.told[: -len(NO_FLAGS)], *self._flags())
+            self._flight = self._begin_round(number, flight.moves, weight=flight.weight, told=said)
             self._told_party = self._ranks
         streams = self._reserve(self._num_group_streams)
         if isinstance(self._party, ElasticAllReduceUpdater) and self._party_control is not None:

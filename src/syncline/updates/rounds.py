@@ -101,7 +101,7 @@ class Round:
     told, and runs ``on_over`` when nothing is under way any more; what goes wrong there does so again for who waits.
 
     Where a rank is lost some may have the result and others not. Those then get it (:meth:`share`), in a job that goes
-    on; what nobody has the result of is begun again among those that are left (:meth:`again`).
+    on; what nobody has the result of is begun again among those that are left, with the same moves and weight.
     """
 
     def __init__(
@@ -170,26 +170,6 @@ class Round:
             control.start_broadcast(one.steps, f"a sum of {self._label}", root=holder).wait()
         with self._lock:
             self._rows, self._sums = rows, sums
-
-    def again(
-        self,
-        *,
-        told: Sequence[float],
-        control: ControlStream,
-        start_sum: Callable[[Bucket | BucketPlan, torch.Tensor], Work],
-        thread: WorkerThread | None,
-    ) -> Round:
-        """Begin it again among other ranks, with the same moves and weight."""
-        return Round(
-            self.moves,
-            weight=self.weight,
-            told=told,
-            control=control,
-            start_sum=start_sum,
-            label=self._label,
-            is_coded=self._is_coded,
-            thread=thread,
-        )
 
     def wait(self) -> list[torch.Tensor]:
         """Return the mean of all ranks' parameters of each bucket; they themselves stay as they are.
