@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from syncline.errors import ConfigurationError, DeadlineError, SynclineError, UpdateError, name_ranks
+from syncline.errors import ConfigurationError, DeadlineError, SynclineError, name_ranks
+from syncline.members import Membership
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.worker_thread import WorkerThread
 from syncline.schedule.replicas import find_parties
@@ -38,7 +39,7 @@ from syncline.updates.attendance import Attendance, Begun, Decided, Grace
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.control import ControlStream
 from syncline.updates.local_steps_updater import LocalStepsUpdater, take_over
-from syncline.updates.messaging import decode_record, encode_record
+from syncline.updates.messaging import Driver
 from syncline.updates.rounds import Move, Round
 from syncline.updates.rule import Setting
 from syncline.updates.state import StateSource
@@ -48,32 +49,31 @@ _TOLD_BY_THE_LATE = (0.0, 0.0, 0.0, 1.0, 0.0, 0.0)
 """In a round that a rank is left out of: it does not end, and nothing is known of its steps."""
 
 
-class Decisions:
-    """What rank 0 decides, as this rank knows it; ``on_decided`` is called on the loop's thread after each one.
+class Decisions(Driver):
+    """What rank 0 decides, as this rank knows it; ``on_decided`` is called on the loop's thread after each one."""
 
-    ``changed`` guards it, and tells of each one, and of a failure.
-    """
+    kinds_of_notes = (Begun, Decided)
 
     def __init__(self, communicator: Communicator, attendance: Attendance, on_decided: Callable[[], None]) -> None:
-        self.changed = threading.Condition()
-        self.failure: BaseException | None = None
+        port = communicator.open_port("late parties")
+        super().__init__(port, Membership(tuple(range(port.world_size))), timeout_s=communicator.timeout_s)
+        self.changed = self._changed
+        """Guards what is decided and begun, and tells of each, and of a failure."""
         self.number = 0
         """Of rounds that are decided."""
         self._decided: dict[int, Decided] = {}
         self._attendance, self._on_decided = attendance, on_decided
         self._were_late: set[int] = set()
         self._look_s: float | None = None
-        self._timeout_s = communicator.timeout_s
-        self._port = communicator.open_port("late parties")
         communicator.watch_failure(self.fail)
 
     def watch(self, stream: int) -> None:
-        """Hear from now on what ranks tell each other on a stream."""
+        """Hear from now on what ranks tell each other on a stream; of losses the communicator tells."""
         self._port.call(lambda: self._port.watch_controls(stream, self._on_control), self._timeout_s)
 
     def begin(self, number: int, *, ends: bool) -> None:
         """Tell that this rank has begun a round."""
-        self._port.call_soon(self._tell, 0, Begun(number, ends))
+        self._port.call_soon(self._send_note, 0, Begun(number, ends))
 
     def left_out(self, number: int) -> Sequence[int]:
         """Return the parties that a round goes on without."""
@@ -85,18 +85,9 @@ class Decisions:
             for number in [number for number in self._decided if number < before]:
                 del self._decided[number]
 
-    def wait_for(self, number: int, seconds: float) -> None:
-        """Wait until a round is decided, for so long at most; raise what has gone wrong."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.failure or self.number > number, seconds)
-            if self.failure is not None:
-                raise self.failure
-
-    def fail(self, error: BaseException) -> None:
-        """End all waits; from any thread."""
-        with self.changed:
-            self.failure = self.failure or error
-            self.changed.notify_all()
+    def wait_until(self, is_over: Callable[[], bool], seconds: float) -> None:
+        """Wait until ``is_over`` or a failure, for so long at most."""
+        self._wait_for(is_over, seconds)
 
     def close(self) -> None:
         """Hear of nothing any more."""
@@ -105,21 +96,10 @@ class Decisions:
 
     # The loop's thread.
 
-    def _tell(self, peer: int, note: Begun | Decided) -> None:
-        if peer == self._port.rank:
-            self._hear(peer, note)
-        else:
-            self._port.tell(peer, encode_record(note))
+    def _on_lost(self, peer: int, error: Exception) -> None:  # noqa: ARG002 - whoever it was
+        self.fail(error)
 
-    def _on_control(self, peer: int, payload: bytes) -> None:
-        try:
-            note, _ = decode_record(payload, (Begun, Decided), "rounds with a grace window")
-        except ValueError as error:
-            self.fail(UpdateError(f"{self._port.describe_peer(peer)} sent what is none: {error}"))
-        else:
-            self._hear(peer, note)
-
-    def _hear(self, peer: int, note: Begun | Decided) -> None:
+    def _on_note(self, peer: int, note: Begun | Decided) -> None:
         if isinstance(note, Begun):
             self._attendance.begin(peer, note.number, ends=note.ends, now_s=self._now_s())
             self._decide()
@@ -136,7 +116,7 @@ class Decisions:
             self._warn_of(left_out, number)
             self._look_s = None
             for rank in range(self._port.world_size):
-                self._tell(rank, Decided(number, left_out))
+                self._send_note(rank, Decided(number, left_out))
         elif (look_s := self._attendance.look_s) is not None and look_s != self._look_s:
             self._look_s = look_s
             self._port.call_later(look_s - self._now_s(), self._decide)
@@ -259,7 +239,9 @@ class GraceLocalStepsUpdater(LocalStepsUpdater):
         start_s = time.monotonic()
         with self.collectives.communicator.progress.waiting("round"):
             if self._sent is not None:
-                self._decisions.wait_for(self._sent.number, self._limit_s if self._is_patient else self._grace_s)
+                own, seconds = self._sent.number, self._limit_s if self._is_patient else self._grace_s
+                self._decisions.wait_until(lambda: self._decisions.number > own, seconds)
+                self._decisions.raise_failure()
             with self._globals:
                 self._limit = self._num_global  # until the party has agreed
                 until = self._num_passable
@@ -302,17 +284,15 @@ class GraceLocalStepsUpdater(LocalStepsUpdater):
 
     def _make_global_until(self, until: int) -> None:
         """Wait until the parameters of so many rounds are global, and of no more."""
-        changed = self._decisions.changed
         self._limit = until
         while (number := self._num_global) < until:
-            with changed:
-                changed.wait_for(lambda: self._decisions.failure or self._num_begun > number, self._limit_s)
-                failure, flight = self._decisions.failure, self._rounds.get(number)
-            if flight is not None:
+            self._decisions.wait_until(lambda: self._num_begun > number, self._limit_s)
+            if (flight := self._rounds.get(number)) is not None:
                 flight.wait_over()
                 self._make_global()
             elif self._num_global == number:
-                raise failure or DeadlineError(
+                self._decisions.raise_failure()
+                raise DeadlineError(
                     f"round {number} of LocalSteps was not begun in {self._limit_s:g} s, as rank 0 has not said who is "
                     "in it; look where that is (py-spy dump --pid)"
                 )
