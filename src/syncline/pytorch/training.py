@@ -81,7 +81,7 @@ class Training:
             after=self._after_backward,
         )
         self._waiting = WaitingParameters(updater.buckets, updater.wait_parameters)
-        self._stand_ins = StandIns(updater)
+        self._stand_ins = StandIns(updater.dividing)
         self._grouped = _parameters_of(updater.optimizer)
         self._progress = updater.collectives.communicator.progress
         self._has_compiled_parts = self._following = False
@@ -197,7 +197,7 @@ class Training:
             return
         self._after_pass = None
         self.samples.drop_pass()
-        self.updater.discard()
+        self.updater.dividing.discard()
         for tensor in self.tensors:
             tensor.grad = None
         self.collector.has_local_gradients = False
@@ -207,7 +207,7 @@ class Training:
         if self._joining is not None:
             self._joining.announce(CLIP, {"max_norm": max_norm, "norm_type": norm_type})
         try:
-            return self.updater.clip_grad_norm(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+            return self.updater.dividing.clip_grad_norm(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
         except (UpdateError, RuntimeError) as error:  # torch's own, where ranks have whole gradients
             if error_if_nonfinite and (origin := self._watch.origin(self.collector.report, self.updater.iteration + 1)):
                 error.add_note(origin)
@@ -293,7 +293,7 @@ class Training:
             )
         if not has_gradients:
             self._buffers.begin_forward()
-            self.updater.discard()
+            self.updater.dividing.discard()
             is_idle = not self.collector.contributions.positions
             self.num_idle_steps += is_idle
             self.collector.run_empty()

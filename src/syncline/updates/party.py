@@ -18,7 +18,6 @@ from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketSchedule, plan_bucket_schedules
 from syncline.updates.control import ControlStream
-from syncline.updates.divided import DividedGradients
 from syncline.updates.ownership import most_shares
 from syncline.updates.report import LocalReports, PendingReport, StepReports
 from syncline.updates.rule import Setting, Updater, UpdateRule, WholeRule, WholeUpdater
@@ -150,11 +149,6 @@ class PartyUpdater(WholeUpdater):
         return self._party
 
     @property
-    def divided_gradients(self) -> DividedGradients | None:
-        """Those of the party."""
-        return self._party.divided_gradients
-
-    @property
     def state(self) -> Mapping[torch.Tensor, Any]:
         """The party's, and what is kept beside it."""
         return {**self._beside, **self._party.state} if self.divides_gradients else self._party.state
@@ -180,25 +174,9 @@ class PartyUpdater(WholeUpdater):
             report.wait()
         return present
 
-    def carry(self, kept: Sequence[bool]) -> None:
-        """Let the party's next pass add to these."""
-        self._party.carry(kept)
-
-    def drop(self, positions: Sequence[int]) -> None:
-        """Leave these out of the party's next step."""
-        self._party.drop(positions)
-
-    def discard(self) -> None:
-        """Forget the party's gradients."""
-        self._party.discard()
-
     def synchronize(self) -> None:
         """Raise what went wrong in the party."""
         self._party.synchronize()
-
-    def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
-        """Clip the party's gradients."""
-        return self._party.clip_grad_norm(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def state_entries(self) -> list[StateEntry]:
         """Return what this rank saves of its party's state: that of the first under plain keys; a velocity once."""
