@@ -22,11 +22,13 @@ of parameters; Karimireddy et al., "Error feedback fixes SignSGD and other gradi
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain, groupby, pairwise
+from operator import itemgetter
 from typing import Literal
 
 import torch
@@ -94,13 +96,10 @@ def cells_of(owners: OwnedRuns, sites: Replicas) -> tuple[Cell, ...]:
     """
     collected = [_collected(owners, ranks) for ranks in sites]
     ends = sorted({stop for runs in (owners, *collected) for _, stop, _ in runs})
-    positions = [0] * (len(sites) + 1)
     cells = []
     for start, stop in pairwise([0, *ends]):
-        for index, runs in enumerate((owners, *collected)):
-            while runs[positions[index]][1] <= start:
-                positions[index] += 1
-        owner, *collectors = (runs[at][2] for runs, at in zip((owners, *collected), positions, strict=True))
+        at_start = (bisect_right(runs, start, key=itemgetter(1)) for runs in (owners, *collected))
+        owner, *collectors = (runs[at][2] for runs, at in zip((owners, *collected), at_start, strict=True))
         cells.append(Cell(start, stop, owner, tuple(collectors)))
     return tuple(cells)
 
@@ -109,19 +108,15 @@ def _collected(owners: OwnedRuns, ranks: tuple[int, ...]) -> list[tuple[int, int
     """Return who of one site has which range of its sum."""
     foreign = sum(stop - start for start, stop, rank in owners if rank not in ranks)
     limits = [foreign * (k + 1) // len(ranks) for k in range(len(ranks))]
-    runs, before, k = [], 0, 0
+    runs, before = [], 0
     for start, stop, owner in owners:
         if owner in ranks:
             runs.append((start, stop, owner))
             continue
-        place = start
-        while place < stop:
-            while limits[k] <= before:
-                k += 1
-            end = min(stop, place + limits[k] - before)
-            runs.append((place, end, ranks[k]))
-            before += end - place
-            place = end
+        ends = [*(limit for limit in limits if before < limit < before + stop - start), before + stop - start]
+        for first, last in pairwise([before, *ends]):
+            runs.append((start + first - before, start + last - before, ranks[bisect_right(limits, first)]))
+        before = ends[-1]
     return runs
 
 
