@@ -10,7 +10,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -297,19 +297,22 @@ def plan_buckets(entries: Sequence[ParameterEntry], *, bucket_bytes: int) -> tup
     left: Counter[_Kind] = Counter()
     for entry in entries:
         left[kind_of(entry)] += entry.num_bytes
-    packings: list[_Packing] = []
-    current: dict[_Kind, _Packing] = {}
+    packings: list[list[int]] = []
+    current: dict[_Kind, list[int]] = {}
+    room: Counter[_Kind] = Counter()  # bytes that the current bucket may take yet
     opened: Counter[_Kind] = Counter()
     for position, entry in enumerate(entries):
         kind = kind_of(entry)
-        if kind not in current or not current[kind].has_room(entry.num_bytes):
+        if kind not in current or entry.num_bytes > room[kind]:
             limit_bytes = _limit_bytes(opened[kind], left[kind], bucket_bytes)
-            current[kind] = _Packing(limit_bytes=max(limit_bytes, entry.num_bytes + bucket_bytes // 8))
+            room[kind] = max(limit_bytes, entry.num_bytes + bucket_bytes // 8)
+            current[kind] = []
             packings.append(current[kind])
             opened[kind] += 1
-        current[kind].add(position, entry.num_bytes)
+        current[kind].append(position)
+        room[kind] -= entry.num_bytes
         left[kind] -= entry.num_bytes
-    return tuple(_plan(index, packing.members, entries) for index, packing in enumerate(packings))
+    return tuple(_plan(index, packing, entries) for index, packing in enumerate(packings))
 
 
 _Kind = tuple[int, torch.dtype, torch.device]
@@ -327,24 +330,6 @@ def _limit_bytes(num_opened: int, left_bytes: int, bucket_bytes: int) -> int:
         if left_bytes > rear_bytes + bucket_bytes // 4:  # less would be a crumb: it goes with what is behind it
             return min(limit_bytes, left_bytes - rear_bytes)
     return limit_bytes
-
-
-@dataclass(slots=True, kw_only=True)
-class _Packing:
-    """A bucket that is being filled."""
-
-    limit_bytes: int
-    num_bytes: int = 0
-    members: list[int] = field(default_factory=list)
-
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether a parameter of so many bytes may join."""
-        return self.num_bytes + num_bytes <= self.limit_bytes
-
-    def add(self, position: int, num_bytes: int) -> None:
-        """Let it join."""
-        self.members.append(position)
-        self.num_bytes += num_bytes
 
 
 def _plan(index: int, members: list[int], entries: Sequence[ParameterEntry]) -> BucketPlan:
