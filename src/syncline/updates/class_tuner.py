@@ -70,11 +70,6 @@ class Decision:
         self.num_searches = 0
 
     @property
-    def min_gain(self) -> float:
-        """By what share several classes must be better than one."""
-        return self._priorities.min_gain
-
-    @property
     def num_steps(self) -> int:
         """How many steps the next sample is to cover."""
         return self._priorities.measure_steps * self._patience
@@ -86,7 +81,7 @@ class Decision:
             return False
         if self.verdict is None or self.verdict.chosen.num_classes == 1:
             self.measured_one_class_s = sample.time_s
-        elif sample.time_s > (1 - self.min_gain) * self.measured_one_class_s:
+        elif sample.time_s > (1 - self._priorities.min_gain) * self.measured_one_class_s:
             one = predict_forward(self.verdict.profile, (0,) * len(self._num_bytes))
             self.verdict = replace(self.verdict, chosen=one, pays=False)
             self.has_failed = True
@@ -110,7 +105,7 @@ class Decision:
             )
         return (
             f"the forward pass would take {self.verdict.one_class_s:.4g} s in one, and several would not save "
-            f"{100 * self.min_gain:.3g} % of that"
+            f"{100 * self._priorities.min_gain:.3g} % of that"
         )
 
     def _is_off_the_model(self, seconds: float) -> bool:

@@ -123,13 +123,10 @@ class DividedGradients:
             return
         self.inspect()
         self.apply_scales()
-        present: Sequence[bool] = self._report.present
-        if self._carried is not None:
-            present = [new or old for new, old in zip(present, self._carried, strict=True)]
+        carried = tuple(is_kept and is_there for is_kept, is_there in zip(kept, self.present, strict=True))
         aside = {position: [part.clone() for part in self._parts.get(position, ())] for position in _places(kept)}
         self.discard()
-        self._set_aside = aside
-        self._carried = tuple(is_kept and is_there for is_kept, is_there in zip(kept, present, strict=True))
+        self._set_aside, self._carried = aside, carried
 
     def discard(self) -> None:
         """Forget the gradients, once their memory is free again: a step that is under way sees to that itself."""

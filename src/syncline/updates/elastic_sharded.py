@@ -22,6 +22,7 @@ from syncline.schedule import Collective
 from syncline.updates.bucket import Bucket
 from syncline.updates.control import ControlStream
 from syncline.updates.elastic_calls import ElasticCall, recovering
+from syncline.updates.inner import all_hyperparameters
 from syncline.updates.ownership import Portions
 from syncline.updates.peer_state import BESIDE, HeldState, PeerState, StateLostError, redistribute
 from syncline.updates.report import PendingReport
@@ -103,7 +104,7 @@ class ElasticShardedUpdater(ShardedUpdater):
 
     def step(self) -> None:
         """Step the shard once all ranks have come to it, and gather the parameters."""
-        self._update_under_way = under_way = _UpdateUnderWay(options=self._hyperparameters())
+        self._update_under_way = under_way = _UpdateUnderWay(options=all_hyperparameters(self.optimizer))
         while not under_way.is_agreed:
             with recovering(self._recover):
                 under_way.commit = self._start_commit("begin of a step")

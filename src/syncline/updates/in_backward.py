@@ -26,6 +26,7 @@ from syncline.runtime.work import Work
 from syncline.schedule import Collective
 from syncline.updates.bucket import Bucket
 from syncline.updates.divided import DividedGradients
+from syncline.updates.inner import all_hyperparameters
 from syncline.updates.ownership import Portions
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import Setting
@@ -93,7 +94,7 @@ class InBackwardUpdater(ShardedUpdater):
         self.synchronize()
         super().begin_backward()
         self._gathered.begin()
-        self._pending = _PendingUpdate(number=self.step_number, options=self._hyperparameters())
+        self._pending = _PendingUpdate(number=self.step_number, options=all_hyperparameters(self.optimizer))
 
     def weigh(self, weight: float, expected: float) -> None:
         """Keep what turns sums into means."""
@@ -213,7 +214,7 @@ class InBackwardUpdater(ShardedUpdater):
         self._gathered.fail(error)
 
     def _check_hyperparameters(self, pending: _PendingUpdate) -> None:
-        for group, (before, now) in enumerate(zip(pending.options, self._hyperparameters(), strict=True)):
+        for group, (before, now) in enumerate(zip(pending.options, all_hyperparameters(self.optimizer), strict=True)):
             changed = sorted(name for name in before.keys() | now.keys() if not _same(before.get(name), now.get(name)))
             if changed:
                 name = changed[0]

@@ -282,7 +282,9 @@ class ShardedUpdater(Updater):
         """Hand the step to the update thread, and return."""
         self._ready.raise_failure()
         gradients = self._gradients.hand_over()
-        update = partial(self._update, self.step_number, gradients, self._hyperparameters())  # as they are now
+        update = partial(
+            self._update, self.step_number, gradients, all_hyperparameters(self.optimizer)
+        )  # as they are now
         self._ready.begin()
         if self._checks_stale and self.collectives.crossing is None:  # which adds to the old values
             for bucket, shard in zip(self.buckets, self.shards, strict=True):
@@ -353,9 +355,6 @@ class ShardedUpdater(Updater):
         """End the update thread, and give up what crosses slow links."""
         self._thread.close()
         self.collectives.close()
-
-    def _hyperparameters(self) -> tuple[dict[str, Any], ...]:
-        return all_hyperparameters(self.optimizer)
 
     def _fail(self, error: BaseException) -> None:
         self._ready.fail(error)
