@@ -61,7 +61,7 @@ def record(updater: Any) -> Recorder:
         _record_worker(recorder, link)
     for bucket, shard in client.hosted.items():
         _record_server(recorder, bucket, shard)
-    if updater._tree_mean is not None and updater.collectives.rank == 0:
+    if client.layout.ends_on_tree and updater.collectives.rank == 0:
 
         def note_mean(ends: Any) -> None:
             members = tuple(enumerate(ends.num_samples))
@@ -76,7 +76,7 @@ def record(updater: Any) -> Recorder:
                 for link in client.links
             ]
 
-        _wrap(updater._tree_mean, "sum", after=note_mean)
+        _wrap(client, "_sum_on_tree", after=note_mean)
     return recorder
 
 

@@ -15,7 +15,7 @@ from syncline.topology import Topology
 from syncline.updates import Overlapped
 from syncline.updates.overlapped.link import Message, WorkerLink
 from syncline.updates.overlapped.placement import Move, Succession
-from syncline.updates.overlapped.server_client import TreeMean
+from syncline.updates.overlapped.server_client import ServerClient
 from syncline.updates.rounds import Round
 from thread_fleets import run_fleets, run_over_tcp
 
@@ -87,17 +87,17 @@ def test_a_death_while_a_period_ends(victim: int, seed: int, monkeypatch: pytest
 @pytest.mark.parametrize("knowing", [(1,), (1, 2), (0, 1, 2)])
 def test_a_mean_that_only_some_have_is_given_to_the_others(knowing: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 3 dies when the collective is over on some ranks; on the others it counts as failed."""
-    finish = TreeMean.sum
+    finish = ServerClient._sum_on_tree
 
-    def finish_or_fail(self, **arguments):
-        ends = finish(self, **arguments)
-        if self._control.rank == 3:
+    def finish_or_fail(self, *arguments):
+        ends = finish(self, *arguments)
+        if self._port.rank == 3:
             raise DeathError
-        if self._control.rank not in knowing:
+        if self._port.rank not in knowing:
             raise PeerLostError("rank 3 died", rank=3, host="memory")
         return ends
 
-    monkeypatch.setattr(TreeMean, "sum", finish_or_fail)
+    monkeypatch.setattr(ServerClient, "_sum_on_tree", finish_or_fail)
     rule = Overlapped(period=PERIOD, max_staleness=4, bucket_bytes=128)
     results = run_fleets(4, lambda fleet: train(fleet, rule), accept=DeathError)
     check_survivors(results, [0, 1, 2])
@@ -111,12 +111,12 @@ async def let_all_land() -> None:
 def test_a_loss_while_the_end_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 dies while rank 3, whose mean broke with rank 2's death, writes what it will send to the new servers."""
     is_writing, ending, have_mean = threading.Event(), {}, threading.Semaphore(0)
-    sum_of, end, write = TreeMean.sum, WorkerLink.end, Message.write
+    sum_of, end, write = ServerClient._sum_on_tree, WorkerLink.end, Message.write
 
-    def sum_or_fail(self, **arguments):
-        ends = sum_of(self, **arguments)
+    def sum_or_fail(self, *arguments):
+        ends = sum_of(self, *arguments)
         have_mean.release()
-        if self._control.rank == 3:
+        if self._port.rank == 3:
             raise PeerLostError("rank 2 died", rank=2, host="memory")
         return ends
 
@@ -141,7 +141,7 @@ def test_a_loss_while_the_end_is_being_written(monkeypatch: pytest.MonkeyPatch) 
             assert waits[fleet.rank]()
             raise DeathError
 
-    monkeypatch.setattr(TreeMean, "sum", sum_or_fail)
+    monkeypatch.setattr(ServerClient, "_sum_on_tree", sum_or_fail)
     monkeypatch.setattr(WorkerLink, "end", end_and_tell)
     monkeypatch.setattr(Message, "write", write_slowly)
     rule = Overlapped(period=PERIOD, max_staleness=4, bucket_bytes=128)

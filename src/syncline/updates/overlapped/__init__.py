@@ -57,7 +57,7 @@ the average at the end is weighted by the samples that each really used. With M 
 **A period ends** when each worker that lives has sent its parameters. The server adds them in rank order in float64
 and sends everyone the same bytes. Then rounds and sums begin anew, and what still arrives for the old period is
 dropped. Where every rank is a worker and every global gradient needs all of them, the parameters do not pass through
-servers but are summed on the planner's tree (:class:`.server_client.TreeMean`); a worker then only tells the servers
+servers but are summed on the planner's tree (:mod:`.server_client`); a worker then only tells the servers
 that it *stops*, and the first message of a new period begins that. Towards the end a worker makes no pushes that could
 not come back in time.
 

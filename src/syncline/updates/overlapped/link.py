@@ -422,13 +422,10 @@ class WorkerLink:
         self.start = bucket.make_up()
         """The parameters that the newest period began with which this worker knows the start of, the same on all ranks:
         what they have moved since is summed on the tree, and a server's successor may have to be told."""
-        self._start_period = 0
+        self.greeting = Hello(worker=port.rank, period=0)
+        """Which period that is, as a server's successor is told it."""
         self.num_heard = 0
         """Messages of servers."""
-        self.start_iteration = 0
-        """The fleet's iteration at the start of the newest period that this worker knows the start of."""
-        self.start_told: tuple[int, ...] = ()
-        """What was told of the job's members at the end of the one before."""
 
     # --- the training thread -------------------------------------------------------------------------------------
 
@@ -525,8 +522,7 @@ class WorkerLink:
 
     def keep_mean(self, mean: torch.Tensor, *, iteration: int, told: tuple[int, ...]) -> None:
         """Take note of what the next period begins with, where no server said so; on the loop's thread."""
-        self.start_iteration, self.start_told = iteration, told
-        self._start_period = self.machine.period + 1
+        self.greeting = replace(self.greeting, period=self.machine.period + 1, iteration=iteration, told=told)
         self.start.values.copy_(mean)
 
     def _forget_sums(self) -> None:
@@ -587,13 +583,12 @@ class WorkerLink:
             self.num_forgotten += self.machine.restart()
             self._messages.retire()
             self.server, self._messages = server, self.bucket.open_messages(self._port, epoch=epoch)
-            has_start = self._start_period > self.machine.period
+            has_start = self.greeting.period > self.machine.period
             self.has_average = self.has_average or has_start
             end = None if has_start else self._sent_end
             self._changed.notify_all()
         self.listen()
-        period, iteration, told = self._start_period, self.start_iteration, self.start_told
-        self.start.write(Hello(worker=self._port.rank, period=period, iteration=iteration, told=told))
+        self.start.write(self.greeting)
         self._messages.send(server, UP, self.start.memory)
         if end is not None:
             self._messages.send(server, UP, end.memory)
@@ -627,9 +622,8 @@ class WorkerLink:
     def _on_average(self, reply: ReplyAverage, message: Message) -> None:
         if reply.period != self.machine.period or not self._has_ended:
             return
-        self.start_iteration, self.start_told = reply.iteration, reply.told
+        self.greeting = replace(self.greeting, period=reply.period + 1, iteration=reply.iteration, told=reply.told)
         self.start.values.copy_(message.values_as(self.bucket.dtype))
-        self._start_period = reply.period + 1
         self.dropped = reply.dropped
         self._average = message
         self.has_average = True

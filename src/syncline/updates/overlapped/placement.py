@@ -35,7 +35,7 @@ class ServerLayout:
     period: int
     """Iterations of a period."""
     ends_on_tree: bool = False
-    """Whether a period ends with a collective (see :class:`.server_client.TreeMean`), not through the servers."""
+    """Whether a period ends with a collective (see :mod:`.server_client`), not through the servers."""
     shrinks: bool = False
     """Whether the quorum is all workers that live; then periods end through the servers once a rank is lost."""
 

@@ -16,7 +16,7 @@ from syncline.updates.combinations import OF_INDEPENDENT_RANKS, WHOLE_STATE, Com
 from syncline.updates.overlapped.link import BucketLayout, Feed
 from syncline.updates.overlapped.placement import DEDICATED, ServerLayout, place_relays, place_shards, server_ranks
 from syncline.updates.overlapped.rebase import Collect, Rebase
-from syncline.updates.overlapped.server_client import OverlappedStatistics, ServerClient, TreeMean
+from syncline.updates.overlapped.server_client import OverlappedStatistics, ServerClient
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import MemberNews, NonfiniteOrigin, Setting, WholeRule, WholeUpdater
 
@@ -178,8 +178,6 @@ class OverlappedUpdater(WholeUpdater):
             trace=self.collectives.trace,
             newcomers=setting.newcomers,
         )
-        starts = [link.start.values for link in self.client.links]
-        self._tree_mean = TreeMean(self.collectives.control, self.buckets, starts) if layout.ends_on_tree else None
         self._weight = 0.0
         self._nonfinite = 0
         """Position, counted from 1, of the parameter where the last pass has a gradient that is not finite; else 0."""
@@ -278,7 +276,8 @@ class OverlappedUpdater(WholeUpdater):
             self._rebase.finish([link.unsettled() for link in self.client.links])
         trace = self.collectives.trace
         start_ns, number = trace.now_ns(), self.client.counts.num_periods
-        if self._tree_mean is None or not self.client.end_together(self._tree_mean):
+        on_tree = self.client.layout.ends_on_tree
+        if not on_tree or not self.client.end_together(self.collectives.control, self.buckets):
             self.client.end_period([bucket.parameters for bucket in self.buckets])
         trace.span("period end", "update", start_ns, trace.now_ns(), period=number)
 

@@ -159,64 +159,16 @@ class Ends:
     """Gradients of each rank that the servers had dropped."""
     told: tuple[int, ...]
     """What rank 0 tells of the job's members: here all are in it."""
-
-
-class TreeMean:
-    """Makes parameters their mean over all ranks, weighted by samples; every rank calls it at the same point.
-
-    ``starts`` are the parameters of each bucket that a period begins with.
-    """
-
-    def __init__(self, control: ControlStream, buckets: Sequence[Bucket], starts: Sequence[torch.Tensor]) -> None:
-        self._control = control
-        self._buckets = buckets
-        self._starts = starts
-        self._last_wait_s = 0.0
-        self.means: list[torch.Tensor] = []
-        """Of each bucket, after :meth:`sum`."""
-
-    def sum(self, *, num_samples: float, iteration: int, dropped: Sequence[int], flags: Flags) -> Ends:
-        """Make the mean; ``dropped`` counts, for each rank, what the servers here dropped. Parameters stay as they are.
-
-        ``flags`` are what this rank tells of newcomers.
-
-        Raises :class:`UpdateError` on every rank if a parameter of any rank is not finite.
-        """
-        start_s = time.monotonic()
-        under_way = Round(
-            [Move(bucket, start, bucket.parameters) for bucket, start in zip(self._buckets, self._starts, strict=True)],
-            weight=num_samples,
-            told=[iteration, self._last_wait_s, *flags, *map(float, dropped)],
-            control=self._control,
-            start_sum=self._start_sum,
-            label="the end of a period",
-        )
-        told = under_way.wait_told()
-        waits_s = told[:, 1]
-        self._last_wait_s = time.monotonic() - start_s
-        self.means = under_way.wait()
-        return Ends(
-            num_samples=tuple(under_way.weights),
-            iteration=int(told[:, 0].max()),
-            last_to_come=(int(waits_s.argmin()),) if waits_s.max() - waits_s.min() >= LOOK_S else (),
-            dropped=tuple(int(count) for count in told[:, 4:].sum(0)),
-            told=(0, *(int(flag) for flag in told[0, 2:4])),
-        )
-
-    def finish(self) -> None:
-        """Replace the parameters by their mean."""
-        for mean, bucket in zip(self.means, self._buckets, strict=True):
-            bucket.parameters.copy_(mean)
-        self.means = []
-
-    def _start_sum(self, bucket: Bucket | BucketPlan, steps: torch.Tensor) -> Work:
-        return self._control.start_sum(steps, f"mean of bucket {bucket.index} at the end of a period")
+    means: tuple[torch.Tensor, ...] = field(repr=False)
+    """Of each bucket's parameters, by the samples of all ranks."""
 
 
 class ServerClient(Driver):
     """Joins links, hosted shards and losses."""
 
     kinds_of_notes = get_args(Note)
+    _last_end_s = 0.0
+    """How long this rank waited when a period last ended on the tree."""
 
     def __init__(
         self,
@@ -318,16 +270,20 @@ class ServerClient(Driver):
         for link, values in zip(self.links, parameters, strict=True):
             link.take_average(values)
         # What is told of a bucket is alike on all ranks; if the lowest worker died meanwhile, another's counts of some.
-        told = min(link.start_told for link in self.links)
-        self._begin_period(max(link.start_iteration for link in self.links), told)
+        told = min(link.greeting.told for link in self.links)
+        self._begin_period(max(link.greeting.iteration for link in self.links), told)
 
-    def end_together(self, mean: TreeMean) -> bool:
-        """Let ``mean`` average the parameters, in place of the servers; False if a loss leaves it to them."""
+    def end_together(self, control: ControlStream, buckets: Sequence[Bucket]) -> bool:
+        """Average the parameters on the tree, in place of the servers; False if a loss leaves it to them.
+
+        Every rank calls it at the same point. Raises :class:`UpdateError` on every rank if a parameter of any rank is
+        not finite.
+        """
         self.raise_failure()
         start_s = time.monotonic()
         try:
             with self._progress.waiting("period"):
-                ends = self._sum_on_tree(mean)
+                ends = self._average_on_tree(control, buckets)
         except PeerLostError as error:
             self._port.call_soon(self._lose, error.rank, error)
             self._wait_for(lambda: False, LOOK_S)
@@ -341,25 +297,51 @@ class ServerClient(Driver):
         self._begin_period(ends.iteration, ends.told)
         return True
 
-    def _sum_on_tree(self, mean: TreeMean) -> Ends | None:
+    def _average_on_tree(self, control: ControlStream, buckets: Sequence[Bucket]) -> Ends | None:
         """Make the mean; None if a loss leaves it to the servers, and then parameters are as they were."""
         dropped = self._port.call(self._begin_end, self._timeout_s)
         if dropped is None:
             return None
         self._stop_links()
         try:
-            ends = mean.sum(
-                num_samples=self.clock.num_samples, iteration=self.iteration, dropped=dropped, flags=self._flags()
-            )
+            ends = self._sum_on_tree(control, buckets, dropped)
         except (PeerLostError, DeadlineError) as error:
             if not self.layout.shrinks or (isinstance(error, DeadlineError) and not self._has_left_behind()):
                 raise
             self._port.call(self._give_up_end, self._timeout_s)
             return None
-        if not self._port.call(partial(self._keep_end, mean, ends), self._timeout_s):
+        if not self._port.call(partial(self._keep_end, ends), self._timeout_s):
             return None
-        mean.finish()
+        for mean, bucket in zip(ends.means, buckets, strict=True):
+            bucket.parameters.copy_(mean)
         return ends
+
+    def _sum_on_tree(self, control: ControlStream, buckets: Sequence[Bucket], dropped: Sequence[int]) -> Ends:
+        """Sum what all ranks have moved; ``dropped`` counts, for each rank, what the servers here dropped."""
+
+        def start_sum(bucket: Bucket | BucketPlan, steps: torch.Tensor) -> Work:
+            return control.start_sum(steps, f"mean of bucket {bucket.index} at the end of a period")
+
+        start_s, starts = time.monotonic(), [link.start.values for link in self.links]
+        under_way = Round(
+            [Move(bucket, start, bucket.parameters) for bucket, start in zip(buckets, starts, strict=True)],
+            weight=self.clock.num_samples,
+            told=[self.iteration, self._last_end_s, *self._flags(), *map(float, dropped)],
+            control=control,
+            start_sum=start_sum,
+            label="the end of a period",
+        )
+        told = under_way.wait_told()
+        waits_s = told[:, 1]
+        self._last_end_s = time.monotonic() - start_s
+        return Ends(
+            num_samples=tuple(under_way.weights),
+            iteration=int(told[:, 0].max()),
+            last_to_come=(int(waits_s.argmin()),) if waits_s.max() - waits_s.min() >= LOOK_S else (),
+            dropped=tuple(int(count) for count in told[:, 4:].sum(0)),
+            told=(0, *(int(flag) for flag in told[0, 2:4])),
+            means=tuple(under_way.wait()),
+        )
 
     @property
     def iteration(self) -> int:
@@ -593,12 +575,12 @@ class ServerClient(Driver):
         self._ends_together = False
         self._move_buckets()
 
-    def _keep_end(self, mean: TreeMean, ends: Ends) -> bool:
+    def _keep_end(self, ends: Ends) -> bool:
         """Let the mean count, unless a loss that came before leaves it to the servers."""
         self._ends_together = False
         if not self._succession.on_tree:
             return False
-        for link, values in zip(self.links, mean.means, strict=True):
+        for link, values in zip(self.links, ends.means, strict=True):
             link.keep_mean(values, iteration=ends.iteration, told=ends.told)
         return True
 
