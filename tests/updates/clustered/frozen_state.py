@@ -44,6 +44,5 @@ _NO_STATE = {
     "_member",
     "_post",
     "_do",
-    "num_refused",
     "job",
 }

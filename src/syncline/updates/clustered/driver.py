@@ -69,7 +69,6 @@ class ClusteredStatistics:
     sent_bytes_between: int
     num_replaced_servers: int
     """Temporary servers of this rank's cluster that died in their term."""
-    num_refused_messages: int
     dead: tuple[int, ...]
     state: str
     """What this rank does as a member."""
@@ -375,7 +374,6 @@ class ClusterDriver(Driver):
             - self._sent_bytes_inside
             + self._outer_rounds.sent_bytes,
             num_replaced_servers=node.num_replaced,
-            num_refused_messages=node.num_refused,
             dead=tuple(sorted(view.dead)),
             state=node.member.state,
         )

@@ -52,7 +52,6 @@ class Node:
         self.record_schedule = record_schedule
         self.member = Member(self.view, record_schedule)
         self.servers: dict[int, Server] = {}
-        self.num_refused = 0
         self.num_replaced = 0
         self.departed: set[int] = set()
         self.stopped: str | None = None
@@ -91,7 +90,6 @@ class Node:
     def receive(self, peer: int, message: Message, dead: frozenset[int] = frozenset()) -> list[Instruction]:
         """Hear a message, with its payload if it has one, once all are known to be ``dead`` whom its sender knows."""
         if self.stopped is not None or peer in self.view.dead or not self.view.is_member(peer):
-            self.num_refused += 1
             return []
         self._unheard.append((peer, message, dead))
         self._hear()
@@ -149,9 +147,7 @@ class Node:
         if not self.view.membership.lose(peer, error, has_left=peer in self.departed):
             return
         self.num_replaced += former_server == peer
-        heard = [one for one in self._unheard if one[0] != peer]
-        self.num_refused += len(self._unheard) - len(heard)
-        self._unheard = heard
+        self._unheard = [one for one in self._unheard if one[0] != peer]
         shortage = None
         if self.quorum is not None:
             shortage = self.view.membership.shortage(self.quorum) or self._elders.shortage(self.quorum)
@@ -202,16 +198,16 @@ class Node:
         if isinstance(message, Farewell):
             self.departed.add(peer)
             return
-        if message.term == self.view.last_known_term + 1:
-            self._early.append((peer, message))
-        elif message.term > self.view.last_known_term:
-            self.num_refused += 1
+        num_ahead = message.term - self.view.last_known_term
+        if num_ahead > 0:
+            if num_ahead == 1:
+                self._early.append((peer, message))
         elif isinstance(message, Agreed):
             self._take(peer, message)
         elif isinstance(message, Ready):
             self._serve(peer, message)
         elif self.view.cluster_of(peer, message.term) != self.view.own_cluster(message.term):
-            self.num_refused += 1
+            return
         elif isinstance(message, Supply):
             held = self.member.held(message.index)
             self._post([] if held is None else [(peer, held)])
@@ -220,16 +216,16 @@ class Node:
 
     def _serve(self, peer: int, message: Join | Contribution | Ready) -> None:
         server = self._server(message.term)
-        is_welcome = server is not None
-        if server is not None and isinstance(message, Join):
+        if server is None:
+            return
+        if isinstance(message, Join):
             server.join(peer, message)
-        elif server is not None and isinstance(message, Contribution):
+        elif isinstance(message, Contribution):
             self._note_measurements([(peer, message.measurement)])
-            is_welcome = server.contribute(peer, message)
-        elif server is not None and isinstance(message, Ready):
+            server.contribute(peer, message)
+        else:
             self._note_measurements(message.measurements)
             server.hear(message)
-        self.num_refused += not is_welcome
 
     def _server(self, term: int) -> Server | None:
         """Return this rank as the server of ``term``; None if it is not, or if that term is over or far away."""
@@ -244,11 +240,10 @@ class Node:
     def _take(self, peer: int, agreed: Agreed) -> None:
         """Take a record as a member, or as a server that fetches it for its cluster."""
         if self.view.cluster_of(peer, agreed.term) != self.view.own_cluster(agreed.term):
-            server = self._server(agreed.term)
-            self.num_refused += server is None or not server.fetch(agreed)
+            if (server := self._server(agreed.term)) is not None:
+                server.fetch(agreed)
             return
         if not self.member.take(agreed):
-            self.num_refused += 1
             return
         record = self.record_schedule.record(agreed.index)
         if record.is_outer_round:

@@ -306,15 +306,14 @@ class Server:
         self._positions[rank] = max(self._positions.get(rank, -1), message.index)
         self.advance()
 
-    def contribute(self, rank: int, message: Contribution) -> bool:
-        """Take a member's part of a record; False if that record is agreed already, or is not of this term."""
+    def contribute(self, rank: int, message: Contribution) -> None:
+        """Take a member's part of a record, unless that record is agreed already, or is not of this term."""
         is_stale = message.index <= self._positions.get(rank, -1)
         if is_stale or self._record_schedule.record(message.index).term != self.term:
-            return False
+            return
         self._positions[rank] = message.index - 1
         self._contributions.setdefault(message.index, {})[rank] = message
         self.advance()
-        return True
 
     def hear(self, message: Ready) -> None:
         """Note that another cluster's server is ready for an outer round, perhaps before this one."""
@@ -325,14 +324,12 @@ class Server:
         outer_round.hear(message)
         self._decide(outer_round)
 
-    def fetch(self, agreed: Agreed) -> bool:
-        """Take a result from a server that has it; False if it is not needed."""
+    def fetch(self, agreed: Agreed) -> None:
+        """Take a result from a server that has it, if it is needed."""
         outer_round = self._outer_rounds.get(agreed.index)
-        if outer_round is None or outer_round.has_result:
-            return False
-        outer_round.has_result = True
-        self._hand_out(agreed)
-        return True
+        if outer_round is not None and not outer_round.has_result:
+            outer_round.has_result = True
+            self._hand_out(agreed)
 
     def finish_outer_round(self, run: Run, payload: Payload) -> None:
         """Take the payload of the outer round that was asked for."""
