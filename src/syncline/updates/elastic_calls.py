@@ -209,14 +209,12 @@ class ElasticControlStream(ControlStream):
 
     def settle(self, told: Sequence[Positions], control: ControlStream) -> None:
         """Let every member have the results that any has; the others' positions were ``told``, in rank order."""
-        ends = [first + len(sizes) for first, sizes in told]
-        for number in range(min(first for first, _ in told), max(ends)):
+        end = max(first + len(sizes) for first, sizes in told)
+        for number in range(min(first for first, _ in told), end):
             sizes = [_size_of(number, one) for one in told]
-            if all(size is None or size >= 0 for size in sizes) and number < min(ends):
-                continue
-            holder = next((rank for rank, size in enumerate(sizes) if size is not None and size >= 0), None)
-            if holder is not None:
-                self._take_over(number, holder, sizes[holder] or 0, control)
+            holders = [(rank, size) for rank, size in enumerate(sizes) if size is not None and size >= 0]
+            if holders and -1 in sizes:
+                self._take_over(number, *holders[0], control)
 
     def begin_again(self) -> None:
         """Begin the calls that nobody has the result of."""

@@ -299,10 +299,9 @@ class Driver(ABC):
 
     # --- the loop's thread ---------------------------------------------------------------------------------------
 
-    def _watch(self, stream: int | None = None) -> None:
-        """Hear of losses from now on, and of those before; with a ``stream`` of its own, also of notes."""
-        if stream is not None:
-            self._port.watch_controls(stream, self._on_control)
+    def _watch(self, stream: int) -> None:
+        """Hear of losses from now on, and of those before, and of notes on a ``stream`` of its own."""
+        self._port.watch_controls(stream, self._on_control)
         self._port.watch_losses(self._lose)
 
     def _send_note(self, peer: int, note: Any) -> None:
