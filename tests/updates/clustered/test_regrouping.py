@@ -12,7 +12,7 @@ from syncline.errors import ConfigurationError
 from syncline.machines.clustering import Inventory
 from syncline.pytorch.distribute import distribute
 from syncline.topology import Topology
-from syncline.updates.clustered.grouping import Regrouping, Start
+from syncline.updates.clustered.grouping import Start, regroup
 from syncline.updates.clustered.rule import Clustered
 from thread_fleets import run_fleets
 
@@ -21,20 +21,21 @@ ALL = range(4)
 FAST_AND_SLOW = {rank: (("batch_s", 0.1 if rank % 2 else 0.5),) for rank in range(4)}
 
 
-def regrouping(**choices) -> Regrouping:
-    return Regrouping(inventory=Inventory(topology=HOSTS, use=("batch_s",)), num_clusters=None, **choices)
+def regrouped(clusters, measurements, topology=HOSTS, living=ALL, num_clusters=None):
+    inventory = Inventory(topology=topology, use=("batch_s",))
+    return regroup(inventory, clusters, measurements, living=living, num_clusters=num_clusters)
 
 
 def test_what_machines_measured_divides_them_anew() -> None:
-    found = regrouping().propose(((0, 1), (2, 3)), FAST_AND_SLOW, living=ALL)
+    found = regrouped(((0, 1), (2, 3)), FAST_AND_SLOW)
     assert found == ((0, 2), (1, 3))
 
 
 def test_clusters_that_are_as_good_stay() -> None:
-    assert regrouping().propose(((0, 2), (1, 3)), FAST_AND_SLOW, living=ALL) == ()
+    assert regrouped(((0, 2), (1, 3)), FAST_AND_SLOW) == ()
     alike = dict.fromkeys(range(4), (("batch_s", 0.1),))
-    assert regrouping().propose(((0, 1), (2, 3)), alike, living=ALL) == ()
-    assert regrouping().propose(((0, 1), (2, 3)), {}, living=ALL) == ()
+    assert regrouped(((0, 1), (2, 3)), alike) == ()
+    assert regrouped(((0, 1), (2, 3)), {}) == ()
 
 
 def test_a_cluster_of_ranks_from_several_begins_without_state() -> None:
@@ -45,22 +46,21 @@ def test_a_cluster_of_ranks_from_several_begins_without_state() -> None:
 
 def test_a_cluster_that_lost_a_host_keeps_its_number() -> None:
     measurements = {rank: (("batch_s", 0.5 if rank == 3 else 0.1),) for rank in range(4)}
-    assert regrouping().propose(((2, 3), (0, 1)), measurements, living=ALL) == ((3,), (0, 1, 2))
+    assert regrouped(((2, 3), (0, 1)), measurements) == ((3,), (0, 1, 2))
 
 
 def test_machines_that_cannot_be_divided_so_stay_where_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    too_many = Regrouping(inventory=Inventory(topology=HOSTS, use=("batch_s",)), num_clusters=5)
-    assert too_many.propose(((0, 1), (2, 3)), FAST_AND_SLOW, living=ALL) == ()
+    assert regrouped(((0, 1), (2, 3)), FAST_AND_SLOW, num_clusters=5) == ()
     assert "clusters stay as they are: 4 hosts cannot form 5 clusters" in caplog.text
 
 
 def test_dead_hosts_are_not_compared() -> None:
     """Rank 4 was the only other kind of machine; without it the others are alike, and stay together."""
-    five = Regrouping(inventory=Inventory(topology=Topology.flat(5, rate=1e8), use=("batch_s",)), num_clusters=None)
+    five = Topology.flat(5, rate=1e8)
     measurements = {rank: (("batch_s", 9.0 if rank == 4 else 0.1),) for rank in range(5)}
     together = ((0, 1, 2, 3, 4),)
-    assert five.propose(together, measurements, living=range(5)) == ((0, 1, 2, 3), (4,))
-    assert five.propose(together, measurements, living=range(4)) == ()
+    assert regrouped(together, measurements, five, living=range(5)) == ((0, 1, 2, 3), (4,))
+    assert regrouped(together, measurements, five, living=range(4)) == ()
 
 
 @pytest.mark.parametrize(("dead", "expected"), [(1, ((0, 2), (1, 3, 4))), (4, ((0, 2), (1, 3, 4)))])
@@ -74,8 +74,7 @@ def test_the_dead_stay_in_some_cluster_and_their_latencies_do_not_count(dead: in
     measurements = {rank: (("batch_s", 0.1 if rank % 2 or rank == 4 else 0.5),) for rank in range(5)}
     living = [rank for rank in range(5) if rank != dead]
     measurements[dead] = (("batch_s", 50.0),)
-    regrouping = Regrouping(inventory=inventory, num_clusters=None)
-    assert regrouping.propose(((0, 3), (1, 2, 4)), measurements, living=living) == expected
+    assert regroup(inventory, ((0, 3), (1, 2, 4)), measurements, living=living, num_clusters=None) == expected
 
 
 @pytest.mark.parametrize(
@@ -101,11 +100,11 @@ DIVISIONS = (((0, 1, 2, 3, 4),), ((0, 2), (1, 3, 4)), ((0, 4), (1,), (2, 3)), ((
 def _in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Propose one division after the other, whatever was measured."""
 
-    def propose(self, clusters, measurements, *, living):
+    def propose(inventory, clusters, measurements, **settings):
         number = DIVISIONS.index(clusters) + 1 if clusters in DIVISIONS else 1
         return DIVISIONS[number % len(DIVISIONS)]
 
-    monkeypatch.setattr(Regrouping, "propose", propose)
+    monkeypatch.setattr("syncline.updates.clustered.rule.regroup", propose)
 
 
 RULE = Clustered(period=2, reelect_every=1, clusters=1, recluster_every=1, features=("batch_s",), forecast=0)

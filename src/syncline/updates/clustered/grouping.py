@@ -2,7 +2,7 @@
 
 Rank 0 decides, since k-means may end otherwise on a machine that rounds otherwise. What the network is like the
 topology says: that of a file, or the one that the job measured when it started. Later each rank notes what its machine
-does in a period (:class:`Pace`), and one server may propose other clusters (:class:`Regrouping`).
+does in a period (:class:`Pace`), and one server may propose other clusters (:func:`regroup`).
 """
 
 from __future__ import annotations
@@ -182,46 +182,39 @@ class Pace:
 # (:mod:`.server`); so ranks need not hear the same measurements, nor round alike, to go on with the same clusters.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Regrouping:
-    """What clusters are made anew from, and how."""
+def regroup(
+    inventory: Inventory,
+    clusters: Clusters,
+    measurements: Mapping[int, Measurement],
+    *,
+    living: Collection[int],
+    num_clusters: int | None,
+) -> Clusters:
+    """Return the clusters that the ranks' measurements make, if they are clearly better than ``clusters``; or none.
 
-    inventory: Inventory
-    num_clusters: int | None
-
-    def propose(
-        self, clusters: Clusters, measurements: Mapping[int, Measurement], *, living: Collection[int]
-    ) -> Clusters:
-        """Return the clusters that the ranks' measurements make, if they are clearly better than ``clusters``; or none.
-
-        Hosts of which no rank is among the ``living`` are not compared; their ranks stay in the cluster of that number.
-        """
-        told = {rank: dict(measurement) for rank, measurement in measurements.items() if rank in living}
-        if not told:
-            return ()
-        topology, newer = self.inventory.topology, self._of_hosts(told)
-        cluster_of = {rank: number for number, ranks in enumerate(clusters) for rank in ranks}
-        hosts = [host for host in topology.hosts if any(rank.rank in living for rank in host.ranks)]
-        labels = [cluster_of[host.ranks[0].rank] for host in hosts]
-        try:
-            table = self.inventory.table(newer, hosts=[host.name for host in hosts])
-            found = reconsider(table.vectors, labels, num_clusters=self.num_clusters)
-        except ConfigurationError as error:  # what divided the machines at the start may not divide them now
-            _log.warning("clusters stay as they are: %s", error)
-            return ()
-        if found is None:
-            return ()
-        proposed = _with_the_dead(keep_numbers(ranks_of(hosts, found.clusters), clusters), cluster_of)
-        _log.info("new clusters: ranks %s in place of %s (%s)", proposed, clusters, found.reason)
-        return proposed
-
-    def _of_hosts(self, features: Mapping[int, Mapping[str, Feature]]) -> dict[str, Mapping[str, Feature]]:
-        """Return what the first rank of each host that told anything told of it."""
-        told = {
-            host.name: [features[rank.rank] for rank in host.ranks if rank.rank in features]
-            for host in self.inventory.topology.hosts
-        }
-        return {name: measurements[0] for name, measurements in told.items() if measurements}
+    Hosts of which no rank is among the ``living`` are not compared; their ranks stay in the cluster of that number.
+    """
+    told = {rank: dict(measurement) for rank, measurement in measurements.items() if rank in living}
+    if not told:
+        return ()
+    by_host = {
+        host.name: [told[rank.rank] for rank in host.ranks if rank.rank in told] for host in inventory.topology.hosts
+    }
+    newer = {name: of_ranks[0] for name, of_ranks in by_host.items() if of_ranks}
+    cluster_of = {rank: number for number, ranks in enumerate(clusters) for rank in ranks}
+    hosts = [host for host in inventory.topology.hosts if any(rank.rank in living for rank in host.ranks)]
+    labels = [cluster_of[host.ranks[0].rank] for host in hosts]
+    try:
+        table = inventory.table(newer, hosts=[host.name for host in hosts])
+        found = reconsider(table.vectors, labels, num_clusters=num_clusters)
+    except ConfigurationError as error:  # what divided the machines at the start may not divide them now
+        _log.warning("clusters stay as they are: %s", error)
+        return ()
+    if found is None:
+        return ()
+    proposed = _with_the_dead(keep_numbers(ranks_of(hosts, found.clusters), clusters), cluster_of)
+    _log.info("new clusters: ranks %s in place of %s (%s)", proposed, clusters, found.reason)
+    return proposed
 
 
 def _with_the_dead(clusters: Clusters, cluster_of: Mapping[int, int]) -> Clusters:

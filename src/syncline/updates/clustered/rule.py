@@ -22,7 +22,7 @@ from syncline.updates.allreduce import AllReduce
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
 from syncline.updates.clustered.driver import ClusterDriver, ClusteredStatistics, mean_of
 from syncline.updates.clustered.gradients import DividedGradientVectors, GradientVectors
-from syncline.updates.clustered.grouping import ClusterChoice, Pace, Regrouping, Start
+from syncline.updates.clustered.grouping import ClusterChoice, Pace, Start, regroup
 from syncline.updates.clustered.means import Contributions, Period
 from syncline.updates.clustered.messages import Agreed, Clusters, Kind, Measurement, Provided, RecordSchedule
 from syncline.updates.clustered.node import Node
@@ -257,7 +257,6 @@ class ClusteredUpdater(PartyUpdater):
 
     def __init__(self, setting: Setting, rule: Clustered) -> None:
         super().__init__(setting, rule.within)
-        communicator = self.collectives.communicator
         self._rule = rule
         self._newcomers = setting.newcomers
         self._is_ending = False
@@ -283,10 +282,6 @@ class ClusteredUpdater(PartyUpdater):
         self._present: Sequence[bool] = ()
         self._samples_of_period = self._samples_of_term = 0.0
         self._pace = Pace(gpu=gpu, reads=reads)
-        choice = self._choice(communicator.topology)
-        self._regrouping = Regrouping(
-            inventory=self.inventory, num_clusters=choice if isinstance(choice, int) else None
-        )
         self._driver.start()
 
     @property
@@ -457,8 +452,9 @@ class ClusteredUpdater(PartyUpdater):
             return ()
         start_s = time.monotonic()
         measurements = self._driver.measurements()
-        living = self._driver.living
-        proposed = self._regrouping.propose(self.clusters, measurements, living=living)
+        choice, living = self._choice(self.inventory.topology), self._driver.living
+        wanted = choice if isinstance(choice, int) else None
+        proposed = regroup(self.inventory, self.clusters, measurements, living=living, num_clusters=wanted)
         self._pace.waited(time.monotonic() - start_s)  # this too is for others
         return proposed
 
