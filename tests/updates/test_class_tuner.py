@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from syncline.errors import ConfigurationError
 from syncline.priorities.meter import StepMeter
@@ -23,7 +24,9 @@ class RecordingCollectives:
     rank, world_size = 0, 2
 
     def __init__(self) -> None:
-        self.communicator = SimpleNamespace(max_inflight_bytes=1000)
+        opened = SimpleNamespace(open=lambda _: self.note_opening("open"), check=lambda _: self.note_opening("check"))
+        self.communicator = SimpleNamespace(max_inflight_bytes=1000, connection_classes=opened)
+        self.control = self
         self.trace = SimpleNamespace(instant=self.note)
         self.classes: tuple[int, ...] = (0, 0)
         self.log: list[Any] = []
@@ -33,13 +36,14 @@ class RecordingCollectives:
         self.log.append(tuple(classes))
         self.classes = tuple(classes)
 
-    def open_classes(self, priorities: Priorities, *, only_check: bool) -> None:
-        self.log.append("check" if only_check else "open")
+    def note_opening(self, what: str) -> None:
+        self.log.append(what)
         if self.error is not None:
             raise self.error
 
-    def start_sum(self, numbers: Sequence[float], label: str) -> Callable[[], list[float]]:
-        return lambda: [2 * number for number in numbers]
+    def start_sum(self, values: torch.Tensor, label: str) -> SimpleNamespace:
+        values.mul_(2)
+        return SimpleNamespace(wait=lambda: None)
 
     def note(self, what: str, category: str, **facts: object) -> None:
         assert facts["classes"] == self.classes, "what is told has been done"

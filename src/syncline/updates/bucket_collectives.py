@@ -118,21 +118,6 @@ class BucketCollectives:
         self.communicator.connection_classes.assign(self._stream, classes, priorities)
         self.classes = tuple(classes)
 
-    def open_classes(self, priorities: Priorities, *, only_check: bool) -> None:
-        """Open connections, or see that it could be done later."""
-        self.communicator.connection_classes.open(priorities, only_check=only_check)
-
-    def start_sum(self, numbers: Sequence[float], label: str) -> Callable[[], list[float]]:
-        """Begin to sum numbers over all ranks; what is returned waits for the sums."""
-        totals = torch.tensor(numbers, dtype=torch.float64)
-        work = self.control.start_sum(totals, label)
-
-        def wait() -> list[float]:
-            work.wait()
-            return totals.tolist()
-
-        return wait
-
     def start(
         self,
         bucket: Bucket | BucketPlan,

@@ -25,6 +25,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from syncline.priorities.forward_timing import (
     ForwardPrediction,
     ForwardProfile,
@@ -34,6 +36,7 @@ from syncline.priorities.forward_timing import (
 )
 from syncline.priorities.meter import StepMeter, StepSample, median_of
 from syncline.priorities.settings import Priorities
+from syncline.runtime.work import Work
 from syncline.updates.bucket_collectives import BucketCollectives
 
 MAX_PATIENCE = 64
@@ -180,7 +183,9 @@ class ClassTuner:
         )
         self._samples: list[StepSample] = []
         self._num_steps = 0
-        self._wait_sample: Callable[[], list[float]] | None = None
+        self._totals = torch.empty(0, dtype=torch.float64)
+        """The sum of samples over all ranks, once :attr:`_summing` is over."""
+        self._summing: Work | None = None
         self._has_told = False
         if priorities.is_on and not priorities.is_searched:
             collectives.assign_classes(divide_by_proportions(self._num_bytes, priorities.proportions), priorities)
@@ -189,7 +194,8 @@ class ClassTuner:
         """Measure and search from now on, if that is wanted: ``watch`` tells a meter of each all-gather and need."""
         if not (self._priorities.is_searched and len(self._num_bytes) > 1 and self._collectives.world_size > 1):
             return
-        self._collectives.open_classes(self._priorities, only_check=not self._is_asked_for)
+        opened = self._collectives.communicator.connection_classes
+        opened.open(self._priorities, only_check=not self._is_asked_for)
         self._meter = StepMeter(self._num_bytes, self._clock)
         watch(self._meter)
 
@@ -209,10 +215,10 @@ class ClassTuner:
         if self._meter is None:
             return
         self._meter.begin_step()
-        if self._wait_sample is None:
+        if self._summing is None:
             return
-        wait_sample, self._wait_sample = self._wait_sample, None
-        *values, num_ranks = wait_sample()
+        self.finish()
+        *values, num_ranks = self._totals.tolist()
         if num_ranks:
             self._take(StepSample.of_values([value / num_ranks for value in values], len(self._num_bytes)))
 
@@ -225,13 +231,14 @@ class ClassTuner:
         width = 2 * len(self._num_bytes) + 2
         values = [*median_of(self._samples).values(), 1.0] if self._samples else [0.0] * (width + 1)
         self._samples = []
-        self._wait_sample = self._collectives.start_sum(values, "retuning of connection classes")
+        self._totals = torch.tensor(values, dtype=torch.float64)
+        self._summing = self._collectives.control.start_sum(self._totals, "retuning of connection classes")
 
     def finish(self) -> None:
         """Wait for a sum that is under way: a rank that leaves must not end what others still need."""
-        if self._wait_sample is not None:
-            self._wait_sample()
-            self._wait_sample = None
+        if self._summing is not None:
+            self._summing.wait()
+            self._summing = None
 
     def statistics(self) -> TunerStatistics:
         """Return the classes, and what led to them."""
