@@ -44,11 +44,6 @@ def recovering(recover: Recover) -> Iterator[None]:
 class ElasticCall(Work):
     """A call that outlives its epoch; the ``tensor`` holds the result."""
 
-    __slots__ = (
-        *("_make_tensor", "_recover", "_resolved", "_root", "_work"),
-        *("is_abandoned", "is_commit", "number", "tensor"),
-    )
-
     def __init__(
         self,
         stream: ElasticControlStream,

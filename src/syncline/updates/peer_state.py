@@ -231,7 +231,8 @@ def _divided(part: StatePart, kinds: Mapping[str, Mapping[str, Any]]) -> Iterato
 
 
 def _num_bytes(part: StatePart, kinds: Mapping[str, Mapping[str, Any]]) -> int:
-    return (part.stop - part.start) * sum(dtype.itemsize for _, dtype in _divided(part, kinds))
+    """Return the size of a part when it is packed."""
+    return sum(aligned((part.stop - part.start) * dtype.itemsize) for _, dtype in _divided(part, kinds))
 
 
 def _batches(moves: Iterable[StateMove], kinds: Mapping[str, Mapping[str, Any]]) -> Iterator[list[StateMove]]:
@@ -279,8 +280,7 @@ def _exchange(
 
 
 def _packed(parts: Iterable[StatePart], kinds: Mapping[str, Mapping[str, Any]]) -> torch.Tensor:
-    sizes = ((part.stop - part.start) * dtype.itemsize for part in parts for _, dtype in _divided(part, kinds))
-    return torch.empty(sum(map(aligned, sizes)), dtype=torch.uint8)
+    return torch.empty(sum(_num_bytes(part, kinds) for part in parts), dtype=torch.uint8)
 
 
 def _unpacked(

@@ -97,10 +97,9 @@ class ShardView:
         self.tensor.grad = None
         if self.is_view:
             return
-        flat, start = self._bucket.stepped, 0
-        for first, last in self._ranges:
-            flat[first:last].copy_(self.tensor.data[start : start + last - first])
-            start += last - first
+        sizes = [last - first for first, last in self._ranges]
+        for (first, last), values in zip(self._ranges, torch.split(self.tensor.data, sizes), strict=True):
+            self._bucket.stepped[first:last].copy_(values)
 
     def elements(self, value: torch.Tensor) -> Iterator[tuple[Segment, torch.Tensor]]:
         """Divide a tensor that is shaped like the view into the elements of each segment (views, in memory order)."""
