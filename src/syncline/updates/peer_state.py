@@ -51,14 +51,6 @@ class StateMove(NamedTuple):
     part: StatePart
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedistributionPlan:
-    """All moves, in an order that all ranks share, and what nobody has; parts do not overlap on one destination."""
-
-    moves: tuple[StateMove, ...]
-    missing: tuple[StatePart, ...]
-
-
 class StateLostError(UpdateError):
     """Optimizer state that is needed was kept by lost ranks alone; ``parts`` are those ranges.
 
@@ -89,15 +81,16 @@ def plan_redistribution(
     wanted: Sequence[Iterable[StatePart]],
     *,
     distance: Callable[[int, int], int] | None = None,
-) -> RedistributionPlan:
-    """Return how each rank comes by what is wanted of it; ``held`` and ``wanted`` are by rank.
+) -> tuple[list[StateMove], list[StatePart]]:
+    """Return how each rank comes by what is wanted of it, and what nobody has; ``held`` and ``wanted`` are by rank.
 
-    Parts of one rank may overlap, and need not be those of another. ``distance`` of two ranks: lower is nearer.
+    Parts of one rank may overlap, and need not be those of another. ``distance`` of two ranks: lower is nearer. All
+    ranks have the moves in one order, and what comes to one of them does not overlap.
 
     >>> old = [[StatePart("w", 0, 6)], [StatePart("w", 4, 8)]]
     >>> new = [[StatePart("w", 0, 2)], [StatePart("w", 2, 8)]]
-    >>> plan_redistribution(old, new).moves
-    (StateMove(source=0, destination=1, part=StatePart(parameter='w', start=2, stop=4)),)
+    >>> plan_redistribution(old, new)
+    ([StateMove(source=0, destination=1, part=StatePart(parameter='w', start=2, stop=4))], [])
     """
     sent = Counter[int]()
     moves: list[StateMove] = []
@@ -109,7 +102,7 @@ def plan_redistribution(
         source = min(having, key=lambda rank: (distance(rank, destination) if distance else 0, sent[rank], rank))
         sent[source] += part.stop - part.start
         moves.append(StateMove(source, destination, part))
-    return RedistributionPlan(moves=tuple(moves), missing=tuple(missing))
+    return moves, list(missing)
 
 
 def _lacking(
@@ -214,11 +207,12 @@ def redistribute(
         name: {key: decode_value(value) for key, value in values.items()}
         for name, values in joined_catalogues(keys for _, keys in told).items()
     }
-    plan = plan_redistribution([[StatePart(*part) for part in parts] for parts, _ in told], wanted, distance=distance)
-    if plan.missing:
-        raise StateLostError(plan.missing)
+    having = [[StatePart(*part) for part in parts] for parts, _ in told]
+    moves, missing = plan_redistribution(having, wanted, distance=distance)
+    if missing:
+        raise StateLostError(missing)
     source = PeerState(kinds, held)
-    for batch in _batches(plan.moves, kinds):
+    for batch in _batches(moves, kinds):
         source.take(list(_exchange(control, batch, kinds, source, label)))
     return source
 
