@@ -121,9 +121,6 @@ class ElasticShardedUpdater(ShardedUpdater):
     def wait_parameters(self, buckets: Iterable[int]) -> None:
         """Parameters are final when ``step()`` returns."""
 
-    def synchronize(self) -> None:
-        """Parameters are final when ``step()`` returns."""
-
     def resume(self) -> None:
         """Bring all that was agreed on to its end, divide state among the ranks of the new epoch, and begin again."""
         if self._report is not None and self._report.is_done:

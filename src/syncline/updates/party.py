@@ -14,6 +14,7 @@ import torch
 
 from syncline.errors import ConfigurationError
 from syncline.runtime.communicator import Communicator
+from syncline.updates.allreduce import AllReduceUpdater
 from syncline.updates.bucket import Bucket
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketSchedule, plan_bucket_schedules
@@ -78,26 +79,15 @@ class PartyRule(WholeRule):
         self.within.check(optimizer)
 
 
-class LoneUpdater(WholeUpdater):
-    """That of a party of one rank: nothing is combined."""
+class LoneUpdater(AllReduceUpdater):
+    """That of a party of one rank, whatever larger ones do: nothing is combined."""
 
     def make_reports(self) -> LocalReports:
         """Tell nobody."""
         return LocalReports()
 
-    def begin_backward(self) -> None:
-        """There is nothing to make ready."""
-
     def reduce(self, bucket: Bucket) -> None:
         """Leave the gradients as they are."""
-
-    def finish_backward(self, report: PendingReport) -> Sequence[bool]:
-        """Show what this rank's pass has brought."""
-        return report.present
-
-    def step(self) -> None:
-        """Step the user's optimizer."""
-        self.optimizer.step()
 
     @property
     def saves_state(self) -> bool:

@@ -189,7 +189,7 @@ class ClusterDriver(Driver):
     @property
     def living(self) -> tuple[int, ...]:
         """The ranks that are not known to be lost; a death that comes just now may be missing."""
-        return self._node.view.live()
+        return self._node.view.membership.living
 
     def _look(self) -> None:
         """After half the deadline, let errors of all ranks know whom this one waits for."""

@@ -120,19 +120,19 @@ class Node:
         if self.member.state == COMPUTING or self.stopped is not None:
             return frozenset()
         record = self.member.next_record
-        needed = self.view.live() if record.is_outer_round else self.view.live_members(record.term)
+        needed = self.view.membership.living if record.is_outer_round else self.view.live_members(record.term)
         return frozenset(needed) - {self.view.rank} - self.departed
 
     def depart(self) -> list[Instruction]:
         """Tell everyone that this rank needs nothing any more."""
         self.departed.add(self.view.rank)
-        self._post([(rank, Farewell(term=self.term)) for rank in self.view.live() if rank != self.view.rank])
+        self._post([(rank, Farewell(term=self.term)) for rank in self.view.membership.living if rank != self.view.rank])
         return self._flush()
 
     @property
     def is_over(self) -> bool:
         """Whether everyone who lives needs nothing any more."""
-        return self.stopped is not None or self.departed.issuperset(self.view.live())
+        return self.stopped is not None or self.departed.issuperset(self.view.membership.living)
 
     def finish_outer_round(self, run: Run, payload: Payload) -> list[Instruction]:
         """Take the outcome of the outer round that was asked for."""

@@ -79,10 +79,6 @@ class View:
         """Whether ``rank`` is one of the job's."""
         return rank in self._divisions[0].cluster_of
 
-    def live(self) -> tuple[int, ...]:
-        """Return all ranks that are not known to be dead."""
-        return self.membership.living
-
     def live_members(self, term: int) -> tuple[int, ...]:
         """Return those of this rank's cluster in a term."""
         dead = self.dead
