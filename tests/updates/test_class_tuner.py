@@ -24,7 +24,7 @@ class RecordingCollectives:
     rank, world_size = 0, 2
 
     def __init__(self) -> None:
-        opened = SimpleNamespace(open=lambda _: self.note_opening("open"), check=lambda _: self.note_opening("check"))
+        opened = SimpleNamespace(open=lambda _, *, only_check: self.note_opening("check" if only_check else "open"))
         self.communicator = SimpleNamespace(max_inflight_bytes=1000, connection_classes=opened)
         self.control = self
         self.trace = SimpleNamespace(instant=self.note)
