@@ -20,14 +20,14 @@ from syncline.pytorch.checkpoint.saving import save_alone
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.runtime.port import Port
-from syncline.updates.messaging import Mailbox, MessageStream
 
 LOSSES = (PeerLostError, QuorumLostError, DeadlineError)
 HEAR_S = 15.0
 """Connections give a silent rank up after ten seconds; and steps of different ranks do not end at once."""
 ANSWER_S = 5.0
 _ALIVE, _WRITTEN, _HEARD = range(3)
-_URGENCY = 0
+_MAX_PROBLEM = 2000
+"""Letters of what kept a rank from writing: all that is told is a control message."""
 
 Told = dict[str, str | int | bool]
 
@@ -61,14 +61,7 @@ class _Round:
 
     def __init__(self, port: Port, stream: int, *, limit_s: float) -> None:
         self._port = port
-        texts = MessageStream(port, stream, urgency=_URGENCY, even_if_lost=True)
-        self._mailbox = Mailbox(
-            texts,
-            texts,
-            decode=lambda text: (json.loads(text), ()),
-            on_message=self._received,
-            on_lost=self._lost,
-        )
+        self._stream = stream
         self._limit_s = limit_s
         self._changed = threading.Condition()
         self._others = {rank for rank in range(port.world_size) if rank != port.rank}
@@ -110,7 +103,7 @@ class _Round:
             written = save_alone(path, optimizer.training.model, optimizer.inner, iteration=iteration)
             told: Told = {"iteration": iteration, "path": str(written)}
         except (SynclineError, OSError) as error:
-            told = {"problem": str(error)}
+            told = {"problem": str(error)[:_MAX_PROBLEM]}
         self._told[_WRITTEN][self._port.rank] = told
         living = self._told[_ALIVE].keys() - self._gone
         self._port.call_soon(self._tell, _WRITTEN, told)
@@ -127,19 +120,17 @@ class _Round:
     # On the communication loop's thread.
 
     def _begin(self, *, is_able: bool) -> None:
-        for rank in self._others:
-            self._mailbox.listen(rank)
+        self._port.watch_controls(self._stream, self._heard)
         self._tell(_ALIVE, {"is_able": is_able})
         self._port.watch_losses(self._lost)
 
-    def _received(self, rank: int, message: tuple[int, Told]) -> None:
-        kind, told = message
-        self._mailbox.listen(rank)
+    def _heard(self, rank: int, payload: bytes) -> None:
+        kind, told = json.loads(payload)
         with self._changed:
             self._told[kind][rank] = told
             self._changed.notify_all()
         if kind == _WRITTEN:
-            self._send(rank, _HEARD, {})
+            self._port.tell(rank, _encoded(_HEARD, {}))
 
     def _lost(self, rank: int, _: Exception) -> None:
         with self._changed:
@@ -148,7 +139,8 @@ class _Round:
 
     def _tell(self, kind: int, told: Told) -> None:
         for rank in self._others:
-            self._send(rank, kind, told)
+            self._port.tell(rank, _encoded(kind, told))
 
-    def _send(self, rank: int, kind: int, told: Told) -> None:
-        self._mailbox.send(rank, json.dumps([kind, told]).encode())
+
+def _encoded(kind: int, told: Told) -> bytes:
+    return json.dumps([kind, told]).encode()
