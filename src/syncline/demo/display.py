@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -24,7 +24,7 @@ from syncline.report import draw_line_plot, link_table
 from syncline.report.terminal import new_console
 from syncline.schedule import PLANNERS, Collective
 from syncline.schedule.traffic import link_bytes
-from syncline.topology import DirectedLink, Direction, Topology
+from syncline.topology import DirectedLink, Topology
 
 LINE_INTERVAL_S = 5.0
 PROMPT = b"    def __init__(self"
@@ -152,29 +152,21 @@ class Closing:
     link_bytes: Mapping[DirectedLink, int]
     num_steps: int
     """Steps of this run."""
-    digests: tuple[int, ...]
+    digests: tuple[str, ...]
     """A hash of each rank's parameters."""
 
 
-def parameter_digests(fleet: syncline.Fleet, model: nn.Module) -> tuple[int, ...]:
+def parameter_digests(fleet: syncline.Fleet, model: nn.Module) -> tuple[str, ...]:
     """Hash every rank's parameters, which must be synchronized; all ranks get the numbers of all."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().contiguous().numpy().tobytes())
-    digests = torch.zeros(fleet.world_size, dtype=torch.int64)
-    digests[fleet.rank] = int.from_bytes(digest.digest()[:7], "big")
-    fleet.all_reduce(digests)
-    return tuple(digests.tolist())
+    return tuple(fleet.all_gather_object(digest.hexdigest()[:14]))
 
 
-def fleet_link_bytes(fleet: syncline.Fleet) -> dict[DirectedLink, int]:
+def fleet_link_bytes(fleet: syncline.Fleet) -> Mapping[DirectedLink, int]:
     """Sum the payload that all ranks put on each link."""
-    ways: tuple[Direction, ...] = ("up", "down")
-    links = [DirectedLink(name, way) for name, _ in fleet.topology.links() for way in ways]
-    own = fleet.statistics().link_bytes
-    counts = torch.tensor([own.get(link, 0) for link in links], dtype=torch.int64)
-    fleet.all_reduce(counts)
-    return dict(zip(links, counts.tolist(), strict=True))
+    return sum(map(Counter, fleet.all_gather_object(dict(fleet.statistics().link_bytes))), Counter[DirectedLink]())
 
 
 def _ring_link_bytes(topology: Topology, num_bytes: int, num_steps: int) -> dict[DirectedLink, int]:
@@ -218,10 +210,10 @@ def _show_sample(console: Console, model: GPT) -> None:
     console.print()
 
 
-def _agreement(digests: tuple[int, ...]) -> str:
+def _agreement(digests: tuple[str, ...]) -> str:
     if len(set(digests)) == 1:
-        return f"[green]All {len(digests)} ranks hold the same parameters[/]: hash {digests[0]:014x}"
-    shown = ", ".join(f"rank {rank}: {digest:014x}" for rank, digest in enumerate(digests))
+        return f"[green]All {len(digests)} ranks hold the same parameters[/]: hash {digests[0]}"
+    shown = ", ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(digests))
     return f"[bold red]The ranks' parameters differ[/]: {shown}"
 
 
