@@ -21,7 +21,8 @@ def say(line: str) -> None:
 
     >>> say("the network is measured")
     """
-    print(f"syncline: {line}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        print(f"syncline: {line}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -45,8 +46,7 @@ def tell_if_long(
         pause_s = FIRST_S if first_s is None else first_s
         while not is_over.wait(pause_s):
             text = what if isinstance(what, str) else what()
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-                say(f"{text} ({time.monotonic() - start_s:.0f} s)")
+            say(f"{text} ({time.monotonic() - start_s:.0f} s)")
             pause_s = EVERY_S
 
     thread = threading.Thread(target=tell, name="syncline-long-work", daemon=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import fmean
 
 from syncline.errors import ConfigurationError
+from syncline.observe import say
 from syncline.report.explanation import (
     COMPUTING,
     ELSEWHERE,
@@ -502,11 +503,11 @@ def _write(folder: Path, target: Path, world_size: int, *, is_kept: bool) -> Non
     try:
         write_report(folder, target, title=Path(sys.argv[0]).name)
     except ConfigurationError as error:
-        print(f"syncline: {error}", file=sys.stderr)
+        say(str(error))
         return
     if not is_kept:
         shutil.rmtree(folder, ignore_errors=True)
-    print(f"syncline: report: {target}", file=sys.stderr, flush=True)
+    say(f"report: {target}")
 
 
 def _is_complete(path: Path) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from syncline.observe import say
 from syncline.units import format_rate
 
 ON = "on"
@@ -22,17 +22,17 @@ _lines_left: list[int] = [0]
 
 def write_view(view: Mapping[str, Any], place: str) -> None:
     """Write a view to the file ``place``, or a line of it to standard error now and then where that is "on"."""
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-        if place != ON:
+    if place != ON:
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
             path = Path(place)
             whole = path.with_suffix(f".{os.getpid()}")
             whole.write_text(json.dumps(view))
             whole.replace(path)
-            return
-        _lines_left[0] -= 1
-        if _lines_left[0] < 0:
-            _lines_left[0] = LINE_EVERY - 1
-            print(f"syncline: {summary(view)}", file=sys.stderr, flush=True)
+        return
+    _lines_left[0] -= 1
+    if _lines_left[0] < 0:
+        _lines_left[0] = LINE_EVERY - 1
+        say(summary(view))
 
 
 def summary(view: Mapping[str, Any]) -> str:

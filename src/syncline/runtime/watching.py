@@ -14,14 +14,13 @@ import contextlib
 import json
 import math
 import os
-import sys
 import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from syncline.errors import ConfigurationError
 from syncline.fabric import MAX_CONTROL_BYTES, Fabric
-from syncline.observe import Trace
+from syncline.observe import Trace, say
 from syncline.runtime import control
 from syncline.runtime.control import ControlError, ControlKind
 from syncline.runtime.flight_recorder import FlightRecorder
@@ -184,7 +183,8 @@ class Watching:
             for peer in filter(self._fabric.is_lost, set(range(self._fabric.world_size)) - {rank}):
                 self._lookout.forget(peer)
             for line in self._lookout.look(now_s):
-                self._say(line)
+                self._trace.instant(line, "lookout")
+                say(line)
         if self._live and (view := self.view()) is not None:
             from syncline.runtime.live import write_view  # where somebody looks
 
@@ -193,11 +193,6 @@ class Watching:
         if listener in self._peers():
             self._fabric.pass_on(listener, control.encode_pace(report.encode()))
         self._loop.clock.call_later(report_interval_s(self._fabric.world_size), self._tell_pace)
-
-    def _say(self, line: str) -> None:
-        self._trace.instant(line, "lookout")
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-            print(f"syncline: {line}", file=sys.stderr, flush=True)
 
     def _describe_silent(self, rank: int, pid: int) -> str:
         """Say what is known of a rank that tells nothing any more: of its process, or else of its heartbeats."""
