@@ -44,7 +44,6 @@ def test_what_is_only_noted_or_checked_opens_nothing(fabric, classes):
     classes.open(FOUR, only_check=True)
     classes.assign(FIRST, (0, 0), FOUR)
     assert fabric.log == ["check 4"], "sizes were those of one class all the time"
-    assert classes.of_buckets == ((0, 0),)
 
 
 def test_sizes_are_those_of_one_class_once_no_model_has_several(fabric, classes):
@@ -56,7 +55,6 @@ def test_sizes_are_those_of_one_class_once_no_model_has_several(fabric, classes)
     assert fabric.log[2:] == ["open 1"]
     classes.assign(SECOND, (0, 0, 0), FOUR)
     assert fabric.log[2:] == ["open 1"], "once is enough"
-    assert classes.of_buckets == ((0, 0), (0, 0, 0))
 
 
 def test_classes_that_were_open_from_the_start_are_given_back_too(fabric, classes):

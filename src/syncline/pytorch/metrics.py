@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 
@@ -210,6 +210,8 @@ class Collector:
         """Yield what Prometheus reads, as of now."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+        from syncline.runtime.statistics import measures  # a start counts nothing
+
         rank = str(self._rank)
         for name, measure in measures(self._take()).items():
             kind = CounterMetricFamily if measure.is_counted else GaugeMetricFamily
@@ -217,53 +219,6 @@ class Collector:
             for value_of, value in measure.values.items():
                 family.add_metric([rank, *([value_of] if measure.label else [])], value)
             yield family
-
-
-class Measure(NamedTuple):
-    """One number, or one for each value of ``label``; what is counted only grows."""
-
-    meaning: str
-    values: Mapping[str, float]
-    label: str = ""
-    is_counted: bool = True
-
-
-def measures(statistics: FleetStatistics) -> dict[str, Measure]:
-    """Return what monitoring is told, by name; units and names follow Prometheus' rules."""
-
-    def one(value: float) -> Mapping[str, float]:
-        return {} if math.isnan(value) else {"": value}
-
-    return {
-        "steps": Measure("Steps that are finished", one(statistics.num_steps)),
-        "step_seconds": Measure("Seconds in finished steps", one(statistics.steps_s)),
-        "connected_seconds": Measure("Seconds since the ranks were connected", one(statistics.total_s)),
-        "own_seconds": Measure("Seconds of this rank's own in each phase", statistics.own_s, "phase"),
-        "lacked_processor_seconds": Measure(
-            "Seconds in which a thread was ready and had no processor", one(statistics.lacked_s)
-        ),
-        "samples": Measure("Samples, as far as the user said", one(statistics.num_samples)),
-        "waited_seconds": Measure("Seconds waited for other ranks", statistics.waited_s, "reason"),
-        "calls": Measure("Collectives that are over", statistics.calls, "call"),
-        "call_bytes": Measure("Bytes of their buffers", statistics.call_bytes, "call"),
-        "sent_bytes": Measure("Payload sent to other ranks", one(statistics.fabric.sent_bytes)),
-        "received_bytes": Measure("Payload received from other ranks", one(statistics.fabric.received_bytes)),
-        "uplink_bytes": Measure("Payload put on each link above this rank", statistics.uplink_bytes(), "link"),
-        "reconnects": Measure(
-            "Connections that broke and were opened again",
-            one(sum(x.reconnects for x in statistics.fabric.connections)),
-        ),
-        "goodput_ratio": Measure(
-            "Part of the time that finished steps took", one(statistics.goodput), is_counted=False
-        ),
-        "loss": Measure("The last loss that the user said", one(statistics.loss), is_counted=False),
-        "queued_bytes": Measure("Payload that waits to be sent", one(statistics.queued_bytes), is_counted=False),
-        "pending_calls": Measure("Collectives under way", one(statistics.num_pending_calls), is_counted=False),
-        "lost_ranks": Measure(
-            "Ranks that are lost, or have left", one(len(statistics.fabric.lost_peers)), is_counted=False
-        ),
-        "epoch": Measure("How often the members of the job have changed", one(statistics.epoch), is_counted=False),
-    }
 
 
 def _tell_opentelemetry(take: Take, rank: int) -> Callable[[], None]:
@@ -274,6 +229,8 @@ def _tell_opentelemetry(take: Take, rank: int) -> Callable[[], None]:
         raise ConfigurationError(
             f"{METRICS}={OPENTELEMETRY} needs its SDK; pip install 'syncline[opentelemetry]', or leave it out"
         ) from error
+    from syncline.runtime.statistics import measures  # a start counts nothing
+
     meter, is_over = api.get_meter("syncline"), threading.Event()
 
     def observe(name: str, _: object) -> Iterator[api.Observation]:

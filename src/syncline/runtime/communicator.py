@@ -598,7 +598,6 @@ class Communicator:
             tuple(self._shared_memory.values()),
             topology=self.topology,
             progress=self.progress,
-            bucket_classes=self.connection_classes.of_buckets,
         )
 
     async def _leave(self) -> None:
@@ -635,11 +634,6 @@ class ConnectionClasses:
         self._timeout_s = timeout_s
         self._of_models: dict[int, tuple[int, ...]] = {}
         self._is_sized_for_several = False
-
-    @property
-    def of_buckets(self) -> tuple[tuple[int, ...], ...]:
-        """The class of each bucket, model by model."""
-        return tuple(self._of_models.values())
 
     def open(self, priorities: Priorities, *, only_check: bool = False) -> None:
         """Open these connections to every peer, and wait for them; sizes are those of several classes then.

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 from syncline.fabric import Fabric, FabricStatistics, Progress
 from syncline.runtime.engine import Engine
@@ -50,8 +51,6 @@ class FleetStatistics:
     """Seconds from the connection of the ranks until the first step began."""
     total_s: float
     """Seconds since the ranks were connected."""
-    bucket_classes: tuple[tuple[int, ...], ...]
-    """For each model, in the order of ``distribute()``: the connection class of each of its buckets, now."""
     num_pending_calls: int
     epoch: int = 0
     """How often the members of the job have changed."""
@@ -83,41 +82,79 @@ class FleetStatistics:
         >>> fleet.statistics().metrics()["steps"]
         0.0
         """
-        connections = self.fabric.connections
-        found: dict[str, float] = {
-            "steps": self.num_steps,
-            "goodput": self.goodput,
-            "total_s": self.total_s,
-            "steps_s": self.steps_s,
-            "starting_s": self.starting_s,
-            "between_steps_s": max(0.0, self.total_s - self.starting_s - self.steps_s),
-            "waited_s": sum(self.waited_s.values()),
-            "lacked_processor_s": self.lacked_s,
-            "sent_bytes": self.fabric.sent_bytes,
-            "received_bytes": self.fabric.received_bytes,
-            "queued_bytes": self.queued_bytes,
-            "resent_bytes": sum(one.resent_bytes for one in connections),
-            "reconnects": sum(one.reconnects for one in connections),
-            "pending_calls": self.num_pending_calls,
-            "lost_ranks": len(self.fabric.lost_peers),
-            "epoch": self.epoch,
+        found = {
+            _short(measure.short or name, value_of): value
+            for name, measure in measures(self).items()
+            for value_of, value in measure.values.items()
         }
-        if self.num_samples:
-            found["samples"] = self.num_samples
-        if not math.isnan(self.loss):
-            found["loss"] = self.loss
-        found |= {f"own_{phase}_s": seconds for phase, seconds in self.own_s.items()}
-        found |= {f"waited_{_word(reason)}_s": seconds for reason, seconds in self.waited_s.items()}
-        found |= {f"calls_{kind}": number for kind, number in self.calls.items()}
-        found |= {f"uplink_{name}_bytes": moved for name, moved in self.uplink_bytes().items()}
+        found["waited_s"] = sum(self.waited_s.values())
         for update in self.updates:
-            kind = _word(type(update).__name__.removesuffix("Statistics").lower())
+            kind = type(update).__name__.removesuffix("Statistics").lower()
             found |= {f"{kind}_{name}": value for name, value in _numbers(update)}
         return {name: float(value) for name, value in found.items()}
 
 
-def _word(text: str) -> str:
-    return re.sub(r"\W+", "_", text)
+class Measure(NamedTuple):
+    """One number, or one for each value of ``label``; what is counted only grows."""
+
+    meaning: str
+    values: Mapping[str, float]
+    label: str = ""
+    is_counted: bool = True
+    short: str = ""
+    """Its name in :meth:`FleetStatistics.metrics`, where that does not follow from the other."""
+
+
+def measures(statistics: FleetStatistics) -> dict[str, Measure]:
+    """Return what monitoring is told, by name; units and names follow Prometheus' rules."""
+
+    def one(value: float) -> Mapping[str, float]:
+        return {} if math.isnan(value) else {"": value}
+
+    moved, connections = statistics.fabric, statistics.fabric.connections
+    between_s = max(0.0, statistics.total_s - statistics.starting_s - statistics.steps_s)
+    lost = "Ranks that are lost, or have left"
+    lacked = "Seconds in which a thread was ready and had no processor"
+    goodput = "Part of the time that finished steps took"
+    return {
+        "steps": Measure("Steps that are finished", one(statistics.num_steps)),
+        "step_seconds": Measure("Seconds in finished steps", one(statistics.steps_s), short="steps_s"),
+        "starting_seconds": Measure("Seconds until the first step began", one(statistics.starting_s)),
+        "between_steps_seconds": Measure("Seconds between finished steps", one(between_s), is_counted=False),
+        "connected_seconds": Measure(
+            "Seconds since the ranks were connected", one(statistics.total_s), short="total_s"
+        ),
+        "own_seconds": Measure("Seconds of this rank's own in each phase", statistics.own_s, "phase"),
+        "lacked_processor_seconds": Measure(lacked, one(statistics.lacked_s)),
+        "samples": Measure("Samples, as far as the user said", one(statistics.num_samples)),
+        "waited_seconds": Measure("Seconds waited for other ranks", statistics.waited_s, "reason"),
+        "calls": Measure("Collectives that are over", statistics.calls, "call"),
+        "call_bytes": Measure("Bytes of their buffers", statistics.call_bytes, "call"),
+        "sent_bytes": Measure("Payload sent to other ranks", one(moved.sent_bytes)),
+        "received_bytes": Measure("Payload received from other ranks", one(moved.received_bytes)),
+        "uplink_bytes": Measure("Payload put on each link above this rank", statistics.uplink_bytes(), "link"),
+        "reconnects": Measure(
+            "Connections that broke and were opened again", one(sum(each.reconnects for each in connections))
+        ),
+        "resent_bytes": Measure("What was sent again then", one(sum(each.resent_bytes for each in connections))),
+        "goodput_ratio": Measure(goodput, one(statistics.goodput), is_counted=False, short="goodput"),
+        "loss": Measure("The last loss that the user said", one(statistics.loss), is_counted=False),
+        "queued_bytes": Measure("Payload that waits to be sent", one(statistics.queued_bytes), is_counted=False),
+        "pending_calls": Measure("Collectives under way", one(statistics.num_pending_calls), is_counted=False),
+        "lost_ranks": Measure(lost, one(len(moved.lost_peers)), is_counted=False),
+        "epoch": Measure("How often the members of the job have changed", one(statistics.epoch), is_counted=False),
+    }
+
+
+_UNITS = {"_seconds": "_s", "_bytes": "_bytes", "": ""}
+"""As a measure's name ends with them, and as its short one does."""
+
+
+def _short(name: str, value_of: str) -> str:
+    """Return the name of one number by itself: ``own_forward_s`` is of ``own_seconds``."""
+    unit = next(unit for unit in _UNITS if name.endswith(unit))
+    word = re.sub("[' ]+", "_", value_of)
+    return f"{name.removesuffix(unit)}{word and '_'}{word}{_UNITS[unit]}"
 
 
 def _numbers(record: object) -> Iterator[tuple[str, float]]:
@@ -135,7 +172,6 @@ def take_statistics(
     *,
     topology: Topology,
     progress: Progress,
-    bucket_classes: tuple[tuple[int, ...], ...],
 ) -> FleetStatistics:
     """Return what all parts of a communicator have counted."""
     moved = fabric.statistics()
@@ -157,7 +193,6 @@ def take_statistics(
         steps_s=progress.steps_s,
         starting_s=progress.starting_s,
         total_s=progress.total_s,
-        bucket_classes=bucket_classes,
         num_pending_calls=engine.num_pending_calls,
     )
 
