@@ -42,8 +42,8 @@ from syncline.schedule.pairs import PairMoves, StageShape, plan_pairs
 from syncline.schedule.period import USUAL, shortest_period
 from syncline.schedule.replicas import Replicas, find_parties
 from syncline.schedule.step_candidates import compare_caps, draft_sharded_steps
-from syncline.topology import DirectedLink, Direction, Host, Topology
-from syncline.topology.tree import relinked
+from syncline.topology import DirectedLink, Host, Topology
+from syncline.topology.tree import WAYS, relinked
 from syncline.units import format_duration, format_rate, format_size
 
 ADAM_COPIES = 2
@@ -62,7 +62,6 @@ MOST_SENTENCES, MOST_HOSTS = 3, 16
 _CAPS: Mapping[float | None, str] = {1.25: "1.25", 2.0: "2", None: '"fastest"'}
 _STEP_PER_FORWARD = 1 + BACKWARD_PER_FORWARD
 _SHORTEST_S = 1e-9
-_WAYS: tuple[Direction, ...] = ("up", "down")
 _LEAST_LEFT = 1e-6
 """Of links, for gathers beside gradients: next to nothing, so that they keep the order in which they begin."""
 
@@ -339,7 +338,7 @@ class Advice:
         return [
             self.processors.moved_s_per_byte
             * (
-                sum(carried.get(DirectedLink(host.name, way), 0.0) for way in _WAYS)
+                sum(carried.get(DirectedLink(host.name, way), 0.0) for way in WAYS)
                 + (len(host.ranks) - 1) * inside_bytes
             )
             for host in self.topology.hosts
@@ -556,6 +555,6 @@ def _inside_sites(topology: Topology, sites: Replicas, total: int) -> dict[Direc
     for site in sites:
         hosts = {topology.host_of(rank).name for rank in site}
         for host in hosts:
-            for way in _WAYS:
+            for way in WAYS:
                 inside[DirectedLink(host, way)] = 2 * total * (len(hosts) - 1) / len(hosts)
     return inside

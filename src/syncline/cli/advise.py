@@ -17,12 +17,12 @@ from rich.table import Table
 
 from syncline.cli.advice import Advice, measure_coding
 from syncline.cli.commands import new_app, parse_compute, spread
-from syncline.cli.plan import answer
 from syncline.cli.processors import Processors
 from syncline.errors import ConfigurationError
 from syncline.priorities.forward_timing import BACKWARD_PER_FORWARD
 from syncline.report.job_trace import read_job_trace
 from syncline.report.step_profile import TracedSteps, read_steps
+from syncline.report.terminal import answer
 from syncline.topology import Topology
 from syncline.units import format_duration, format_size
 

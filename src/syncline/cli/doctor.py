@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import resource
@@ -14,6 +13,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +24,7 @@ from rich.markup import escape
 from syncline.cli.commands import new_app
 from syncline.endpoints import PROBE_PORT
 from syncline.errors import ConfigurationError
-from syncline.report.terminal import new_table
+from syncline.report.terminal import answer, new_table
 
 OLDEST_TORCH = (2, 11)
 TESTED_TORCH = ("2.13.0", "2.14.1")
@@ -273,22 +273,16 @@ def doctor(
         listen_for_probes(port, for_s=for_s, key=key)
         return
     findings = diagnose()
-    if as_json:
-        _print_json(findings)
-    else:
-        _print_table(findings)
+    told = [asdict(finding) | {"verdict": finding.verdict.value} for finding in findings]
+    answer(told, partial(_show_table, findings), as_json=as_json)
     raise typer.Exit(1 if any(finding.verdict is Verdict.LACKING for finding in findings) else 0)
 
 
-def _print_json(findings: tuple[Finding, ...]) -> None:
-    print(json.dumps([asdict(finding) | {"verdict": finding.verdict.value} for finding in findings], indent=2))
-
-
-def _print_table(findings: tuple[Finding, ...]) -> None:
+def _show_table(findings: tuple[Finding, ...], console: Console) -> None:
     colours = {Verdict.FINE: "green", Verdict.LIMITED: "yellow", Verdict.LACKING: "bold red"}
     table = new_table("", "subject", "found", num_texts=3)
     for finding in findings:
         remedy = f"\n[bold]{escape(finding.remedy)}[/]" if finding.remedy else ""
         colour = colours[finding.verdict]
         table.add_row(f"[{colour}]{finding.verdict.value}[/]", finding.subject, escape(finding.what) + remedy)
-    Console().print(table)
+    console.print(table)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import json
 import secrets
 import socket
 import struct
@@ -19,12 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
+from rich.table import Table
 
 from syncline.endpoints import PROBE_PORT, format_endpoint, parse_endpoint
 from syncline.errors import ConfigurationError
 from syncline.fabric.sockets import CONTROL_DSCP
 from syncline.priorities.settings import Priorities
-from syncline.report.terminal import new_table
+from syncline.report.terminal import answer, new_table
 
 MAX_ANSWERS = 10_000
 TRIES = 3
@@ -182,12 +182,14 @@ def show_path(text: str, *, as_json: bool, key: bytes) -> int:
     names = class_names(Priorities())
     found = probe_path(host, port, list(names), key=key)
     verdict = judge_path(found, host, port)
-    if as_json:
-        marks = [asdict(one) | {"classes": names[one.sent], "survived": one.survived} for one in found]
-        print(json.dumps({"path": format_endpoint(host, port), "marks": marks, "verdict": verdict}, indent=2))
-    else:
-        _print_table(found, names, host, port)
-        Console(highlight=False).print(verdict)
+    marks = [asdict(one) | {"classes": names[one.sent], "survived": one.survived} for one in found]
+    told = {"path": format_endpoint(host, port), "marks": marks, "verdict": verdict}
+
+    def show(console: Console) -> None:
+        console.print(_table(found, names, host, port))
+        console.print(verdict)
+
+    answer(told, show, as_json=as_json)
     return 0 if any(one.survived for one in found) else 1
 
 
@@ -240,7 +242,7 @@ def _open_everywhere(port: int) -> socket.socket:
     return open_mark_socket(socket.AF_INET, ("0.0.0.0", port))  # noqa: S104 - others are to reach it
 
 
-def _print_table(found: Sequence[PathMark], names: dict[int, str], host: str, port: int) -> None:
+def _table(found: Sequence[PathMark], names: dict[int, str], host: str, port: int) -> Table:
     title = f"DSCP marks to {format_endpoint(host, port)}"
     table = new_table("what", "sent", "arrived there", "came back", title=title, pad_edge=True)
     table.add_column("")
@@ -250,4 +252,4 @@ def _print_table(found: Sequence[PathMark], names: dict[int, str], host: str, po
             verdict = "[red]no answer[/]"
         marks = ("-" if mark is None else str(mark) for mark in (one.sent, one.arrived, one.returned))
         table.add_row(names[one.sent], *marks, verdict)
-    Console().print(table)
+    return table

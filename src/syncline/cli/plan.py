@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -29,14 +28,15 @@ from syncline.cli.step_plan import (
 from syncline.errors import ConfigurationError
 from syncline.observe import tell_if_long
 from syncline.report import format_rates, network_links
-from syncline.report.terminal import new_console, new_table
+from syncline.report.terminal import answer, new_table
 from syncline.schedule import Collective, Prediction, Schedule, lower_bound, predict, with_gateways_chosen
 from syncline.schedule.cost import fastest, predicted_slice_bytes
 from syncline.schedule.draft import check_plannable
 from syncline.schedule.outline import Outline
 from syncline.schedule.ownership import Target
 from syncline.schedule.planners import PLANNERS
-from syncline.topology import DirectedLink, Direction, Link, Topology
+from syncline.topology import DirectedLink, Link, Topology
+from syncline.topology.tree import WAYS
 from syncline.units import format_duration, format_size, parse_size
 
 MIB = 1 << 20
@@ -202,14 +202,6 @@ def plan(
     answer(comparison.to_json(), partial(show, comparison), as_json=as_json)
 
 
-def answer(told: Mapping[str, Any], show: Callable[[Console], None], *, as_json: bool) -> None:
-    """Print what was found: ``told`` for programs, or for people what ``show`` makes of it."""
-    if as_json:
-        print(json.dumps(told, indent=2))
-    else:
-        show(new_console())
-
-
 def _planning(topology: Topology) -> AbstractContextManager[None]:
     return tell_if_long(f"planning for {topology.num_ranks} ranks")
 
@@ -314,6 +306,5 @@ def _that_fit(links: Sequence[tuple[str, Link, int]]) -> Sequence[tuple[str, Lin
 
 
 def _amounts(result: PlannerResult, name: str) -> str:
-    ways: tuple[Direction, ...] = ("up", "down")
-    up, down = (f"{result.link_bytes[DirectedLink(name, way)] / MIB:,.1f}" for way in ways)
+    up, down = (f"{result.link_bytes[DirectedLink(name, way)] / MIB:,.1f}" for way in WAYS)
     return up if up == down else f"{up} / {down}"

@@ -21,7 +21,7 @@ from syncline.discovery import discovery_folder, recall
 from syncline.errors import ConfigurationError, TopologyError
 from syncline.topology import Topology
 from syncline.topology.importing import FORMATS
-from syncline.topology.tree import DirectedLink, Direction, Host, Switch, relinked, walk
+from syncline.topology.tree import WAYS, DirectedLink, Host, Switch, relinked, walk
 from syncline.units import format_rate, parse_rate
 from syncline.variables import process_variables
 
@@ -64,8 +64,7 @@ def compare(one: Topology, other: Topology) -> Iterator[LinkComparison]:
             if below in seen or below == everyone:
                 continue
             seen |= {below, everyone - below}
-            directions: tuple[Direction, Direction] = ("up", "down")
-            for direction in directions:
+            for direction in WAYS:
                 sending = below if direction == "up" else everyone - below
                 yield LinkComparison(
                     link=DirectedLink(node.name, direction),

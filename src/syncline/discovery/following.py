@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from syncline.discovery.tree_search import Flow, Round, fair_shares, huber_losses, noise_of
-from syncline.topology import DirectedLink, Direction, Link, Switch, Topology
-from syncline.topology.tree import relinked
+from syncline.topology import DirectedLink, Link, Switch, Topology
+from syncline.topology.tree import WAYS, relinked
 
 WINDOW_S = 10.0
 NUM_WINDOWS = 3
@@ -112,8 +112,7 @@ def crossed_links(
 
     ``ranks[k]`` is a rank of host k.
     """
-    ways: tuple[Direction, Direction] = ("up", "down")
-    links = [DirectedLink(name, way) for name, _ in topology.links() for way in ways]
+    links = [DirectedLink(name, way) for name, _ in topology.links() for way in WAYS]
     numbers = {link: number for number, link in enumerate(links)}
     crosses = np.zeros((len(rounds), max(map(len, rounds)), len(links)), bool)
     for row, flows in enumerate(rounds):
@@ -185,7 +184,7 @@ def _changed(rates: np.ndarray, place: int, factor: float) -> np.ndarray:
 def _scaled(known: Topology, factors: Mapping[DirectedLink, float]) -> dict[str, Link]:
     scaled = {}
     for name, link in known.links():
-        up, down = (factors.get(DirectedLink(name, way), 1.0) for way in ("up", "down"))
+        up, down = (factors.get(DirectedLink(name, way), 1.0) for way in WAYS)
         up_bytes_per_s, down_bytes_per_s = link.up_bytes_per_s * up, link.down_bytes_per_s * down
         scaled[name] = replace(link, up_bytes_per_s=up_bytes_per_s, down_bytes_per_s=down_bytes_per_s)
     return scaled

@@ -6,7 +6,8 @@ link in each direction, and how busy it was.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -111,6 +112,14 @@ def new_console() -> Console:
     console = Console(highlight=False)
     console.width = min(console.width, MAX_WIDTH)
     return console
+
+
+def answer(told: Any, show: Callable[[Console], None], *, as_json: bool) -> None:
+    """Print what a command found: ``told`` for programs, or for people what ``show`` makes of it."""
+    if as_json:
+        print(json.dumps(told, indent=2))
+    else:
+        show(new_console())
 
 
 def new_table(*headings: str, num_texts: int = 1, no_wrap: bool = False, **settings: Any) -> Table:

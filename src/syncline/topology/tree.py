@@ -16,6 +16,7 @@ from syncline.errors import TopologyError
 from syncline.priorities.settings import Priorities
 
 Direction = Literal["up", "down"]
+WAYS: tuple[Direction, Direction] = ("up", "down")
 """Up: from the child to its parent. Down: from the parent to the child."""
 
 Gateway = Literal["every", "one", "auto", "helper"]
