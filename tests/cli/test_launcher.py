@@ -186,7 +186,6 @@ def test_one_rank_can_own_the_terminal(capfd):
 @pytest.mark.parametrize(
     ("said", "error", "message"),
     [
-        ({"num_ranks": 0}, ConfigurationError, "--ranks must be at least 1"),
         ({"num_ranks": None}, ConfigurationError, "say --ranks N or --topology FILE"),
         ({"num_ranks": 2, "host": "a1"}, ConfigurationError, "--host a1 needs a topology"),
         ({"num_ranks": 3, "topology": "demo-1-3"}, TopologyError, "4 ranks but the job has 3"),

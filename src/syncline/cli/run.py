@@ -15,6 +15,7 @@ from syncline.cli.commands import new_app, options_of, spread
 from syncline.cli.launcher.environment import Elasticity
 from syncline.cli.launcher.launch import Request, launch
 from syncline.cli.launcher.supervisor import Limits, RestartLimits
+from syncline.endpoints import MAX_PORT
 from syncline.errors import ConfigurationError
 
 app = new_app()
@@ -23,7 +24,7 @@ app = new_app()
 _UNSHOWN: Any = partial(typer.Option, show_default=False)
 _JOB_OPTIONS = {
     "topology": _UNSHOWN(metavar="FILE|NAME", help="The network; or SYNCLINE_TOPOLOGY."),
-    "num_ranks": _UNSHOWN("--ranks", metavar="N", help="Number of ranks."),
+    "num_ranks": _UNSHOWN("--ranks", metavar="N", min=1, help="Number of ranks."),
     "host": _UNSHOWN(metavar="NAME", help="Start this host's ranks only; or SYNCLINE_HOST."),
     "master": _UNSHOWN(metavar="HOST:PORT", help="Where rank 0 listens (several machines)."),
     "secret_file": _UNSHOWN(metavar="FILE", help="The job's shared secret (mode 0600)."),
@@ -44,14 +45,18 @@ _JOB_OPTIONS = {
 }
 """By the field of a :class:`Request`."""
 _RESTART_OPTIONS = {
-    "count": typer.Option("--restarts", metavar="N", help="Start again what died, this often in the period."),
-    "period_s": typer.Option("--restart-period", metavar="S", help="After so many seconds a restart is forgotten."),
+    "count": typer.Option("--restarts", metavar="N", min=0, help="Start again what died, this often in the period."),
+    "period_s": typer.Option(
+        "--restart-period", metavar="S", min=0.001, help="After so many seconds a restart is forgotten."
+    ),
 }
 """By the field of :class:`RestartLimits`."""
 _ELASTIC_OPTIONS = {
-    "min_ranks": _UNSHOWN(metavar="N", help="With --elastic: stop with fewer."),
+    "min_ranks": _UNSHOWN(metavar="N", min=1, help="With --elastic: stop with fewer."),
     "join": _UNSHOWN(metavar="HOST:PORT", help="Join a running elastic job, at any of its ranks."),
-    "join_port": _UNSHOWN(metavar="PORT", help="With --elastic: where a machine's first rank lets others in."),
+    "join_port": _UNSHOWN(
+        metavar="PORT", min=1, max=MAX_PORT, help="With --elastic: where a machine's first rank lets others in."
+    ),
 }
 """By the field of :class:`Elasticity`."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from syncline.cli.launcher.job import Job, RankProcess
 from syncline.cli.launcher.scratch import reserved_port
 from syncline.cli.launcher.supervisor import Limits, RestartLimits
-from syncline.endpoints import LOOPBACK, MAX_PORT, format_endpoint, only_port, own_address, parse_ports
+from syncline.endpoints import LOOPBACK, format_endpoint, only_port, own_address, parse_ports
 from syncline.errors import ConfigurationError
 from syncline.variables import REPORT, TRACE, process_variables
 
@@ -112,12 +112,6 @@ class Elasticity:
     """Where a member of a running job listens, for ranks that join it."""
     join_port: int | None = None
     """Where the first rank of each machine lets newcomers in, the second on the next port, and so on."""
-
-    def __post_init__(self) -> None:
-        if self.min_ranks is not None and self.min_ranks < 1:
-            raise ConfigurationError(f"--min-ranks must be 1 or more, not {self.min_ranks}")
-        if self.join_port is not None and not 0 < self.join_port <= MAX_PORT:
-            raise ConfigurationError(f"--join-port must be from 1 to {MAX_PORT}, not {self.join_port}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

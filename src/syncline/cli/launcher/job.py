@@ -110,8 +110,6 @@ def build_job(
 
 def newcomers(number: int, *, command: tuple[str, ...], join: str, host: str | None, topology: str | None) -> Job:
     """Describe ranks that join a running job at ``join``; they are numbered from 0 as long as they have no rank."""
-    if number < 1:
-        raise ConfigurationError(f"--ranks must be at least 1, got {number}")
     doors = [parse_endpoint(one.strip(), default_port=DEFAULT_MASTER_PORT, what="--join") for one in join.split(",")]
     processes = (RankProcess(rank=place, local_rank=place, host=host or "") for place in range(number))
     return Job(

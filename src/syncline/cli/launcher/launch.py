@@ -161,8 +161,6 @@ def _find_topology(request: Request) -> tuple[Topology, str | None]:
     if named is None:
         if request.num_ranks is None:
             raise ConfigurationError("the number of ranks is not known; say --ranks N or --topology FILE")
-        if request.num_ranks < 1:
-            raise ConfigurationError(f"--ranks must be at least 1, got {request.num_ranks}")
         if request.host is not None:
             raise ConfigurationError(f"--host {request.host} needs a topology that names it; add --topology FILE")
         return Topology.flat(request.num_ranks), None

@@ -20,8 +20,6 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from syncline.errors import ConfigurationError
-
 LOSSES = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 """Signals that say nothing against the process that they end; others come of its own faults."""
 
@@ -37,12 +35,6 @@ class RestartLimits:
     period_s: float = 3600.0
     first_pause_s: float = 1.0
     longest_pause_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        if self.count < 0:
-            raise ConfigurationError(f"--restarts must be 0 or more, not {self.count}")
-        if self.period_s <= 0:
-            raise ConfigurationError(f"--restart-period must be more than 0 seconds, not {self.period_s:g}")
 
     def __str__(self) -> str:
         times = "once" if self.count == 1 else f"{self.count} times"
