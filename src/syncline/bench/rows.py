@@ -145,7 +145,7 @@ def _sent(row: Row) -> str:
     return format_size(row.sent_bytes) if row.sent_bytes and row.method != COMPUTE_ALONE else MISSING
 
 
-def _busiest(row: Row) -> str:
+def busiest_link(row: Row) -> str:
     """Name the link that one run kept busy longest, and what it carried."""
     if not row.link_bytes or row.method == COMPUTE_ALONE:
         return MISSING
@@ -165,6 +165,6 @@ _COLUMNS: Mapping[str, Callable[[Group, Row], str]] = MappingProxyType(
         "predicted": lambda _, row: _figure(row.predicted_s),
         "compute": lambda _, row: _figure(row.compute_s),
         "all send": lambda _, row: _sent(row),
-        "busiest link": lambda _, row: _busiest(row),
+        "busiest link": lambda _, row: busiest_link(row),
     }
 )

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from syncline.bench.rows import COMPUTE_ALONE, Row
+from syncline.bench.rows import COMPUTE_ALONE, Row, busiest_link
 from syncline.bench.running import collect_rows, run_orders
 from syncline.bench.task import MIN_ROUNDS, ModelShape, Pace, Task
 from syncline.cli.bench import choose_place
@@ -23,7 +23,6 @@ from syncline.demo import CHECKPOINT, DEFAULT_STEPS, NUM_SEQUENCES, Update
 from syncline.errors import CheckpointError, ConfigurationError, LabError
 from syncline.report.terminal import new_console, new_table
 from syncline.topology import Topology
-from syncline.units import format_size
 
 DEMO_TOPOLOGY = "demo-1-3"
 DEMO_RANKS = 4
@@ -189,9 +188,7 @@ def comparison_table(rows: Sequence[Row], method: str) -> Table:
     table = new_table("", "steps per second", "seconds a step", "busiest link, a step", title=title)
     for name in (method, "DDP", COMPUTE_ALONE):
         row = figures[name]
-        busiest = next(iter(row.link_bytes.items()), None) if name != COMPUTE_ALONE else None
-        carried = f"{busiest[0]} {format_size(busiest[1])}" if busiest else "-"
-        table.add_row(name, f"{1 / row.median_s:.2f}", f"{row.median_s:.3f}", carried)
+        table.add_row(name, f"{1 / row.median_s:.2f}", f"{row.median_s:.3f}", busiest_link(row))
     return table
 
 
