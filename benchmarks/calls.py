@@ -120,20 +120,14 @@ class Store:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
 
     def set(self, key: str, value: bytes) -> None:
         """Write ``value``."""
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
+        self._values[key] = value
 
-    def get(self, key: str, timeout_s: float) -> bytes:
-        """Return the value when it is there; ``TimeoutError`` after ``timeout_s``."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: key in self._values, timeout_s):
-                raise TimeoutError(f"{key} is not set")
-            return self._values[key]
+    def get(self, key: str) -> bytes | None:
+        """Return the value if it is there."""
+        return self._values.get(key)
 
 
 def train(communicator: Communicator) -> None:

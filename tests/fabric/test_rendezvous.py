@@ -260,7 +260,7 @@ def test_a_store_of_pytorch_takes_the_largest_record():
 
 def test_a_failing_store_is_named():
     class Broken(DictStore):
-        def get(self, key, timeout_s):
+        def get(self, key):
             raise RuntimeError("connection reset")
 
     with pytest.raises(RendezvousError, match=r"the store through which the ranks meet failed .*connection reset"):

@@ -74,7 +74,7 @@ def test_the_store_is_served_on_one_address_alone(port: int) -> None:
     store = open_store(environment(0, port))
     store.set("key", b"value")
     other = open_store(environment(1, port))
-    assert other.get("key", 0.0) == b"value"
+    assert other.get("key") == b"value"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=60)
 

@@ -211,8 +211,8 @@ class ProxiedStore:
             value = json.dumps(hello | {"port": self._proxy["port"]}).encode()
         self._store.set(key, value)
 
-    def get(self, key: str, timeout_s: float) -> bytes:
-        found: bytes = self._store.get(key, timeout_s)
+    def get(self, key: str) -> bytes | None:
+        found: bytes | None = self._store.get(key)
         return found
 
 

@@ -66,10 +66,6 @@ async def connect_tcp(
 
     >>> class DictStore(dict):  # where all ranks are in one process
     ...     set = dict.__setitem__
-    ...     def get(self, key, timeout_s):
-    ...         if key not in self:
-    ...             raise TimeoutError
-    ...         return self[key]
     >>> async def connect():
     ...     meeting = Rendezvous(DictStore(), job_id="example")
     ...     fabric = await connect_tcp(FabricOptions(address="127.0.0.1"), rank=0, world_size=1, rendezvous=meeting)

@@ -97,22 +97,14 @@ class Store(Protocol):
 
     >>> class DictStore(dict):  # where all ranks are in one process
     ...     set = dict.__setitem__
-    ...     def get(self, key, timeout_s):
-    ...         if key not in self:
-    ...             raise TimeoutError
-    ...         return self[key]
     >>> rendezvous = Rendezvous(DictStore(), job_id="example")
     """
 
     def set(self, key: str, value: bytes) -> None:
         """Write ``value``, over what was there."""
 
-    def get(self, key: str, timeout_s: float) -> bytes:
-        """Return the value, as soon as there is one; ``TimeoutError`` if there is none in time.
-
-        The rendezvous asks only for what is there now (``timeout_s`` is 0.0): whoever then waits for an answer of the
-        store itself must not raise ``TimeoutError`` because that takes a while.
-        """
+    def get(self, key: str) -> bytes | None:
+        """Return the value that is there now; None if there is none."""
 
 
 class StoreRecords:
@@ -134,12 +126,10 @@ class StoreRecords:
     def get(self, key: str) -> Any:
         """Return what a key holds now, None if it holds nothing that can be used."""
         try:
-            text = self._store.get(f"{self._prefix}/{key}", 0.0)
-        except TimeoutError:
-            return None
+            text = self._store.get(f"{self._prefix}/{key}")
         except Exception as error:
             raise _store_failed(error) from error
-        if len(text) > MAX_RECORD_BYTES:
+        if text is None or len(text) > MAX_RECORD_BYTES:
             return None
         try:
             return json.loads(text)

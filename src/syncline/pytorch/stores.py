@@ -46,16 +46,9 @@ class TorchStore:
         """Write ``value``."""
         self._store.set(key, value)  # type: ignore[arg-type]  # the binding takes bytes as well
 
-    def get(self, key: str, timeout_s: float) -> bytes:
-        """Return the value; ``TimeoutError`` if there is none in time."""
-        if timeout_s > 0:
-            try:
-                self._store.wait([key], timedelta(seconds=timeout_s))
-            except dist.DistStoreError:
-                raise TimeoutError(f"{key} was not set within {timeout_s:g} s") from None
-        elif not self._store.check([key]):
-            raise TimeoutError(f"{key} is not set")
-        return bytes(self._store.get(key))
+    def get(self, key: str) -> bytes | None:
+        """Return the value that is there now; None if there is none."""
+        return bytes(self._store.get(key)) if self._store.check([key]) else None
 
 
 def open_store(environment: Environment) -> TorchStore:
