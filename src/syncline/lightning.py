@@ -29,13 +29,12 @@ from syncline.pytorch.distribute import distribute
 from syncline.pytorch.environment import find_group, read_environment
 from syncline.pytorch.fleet import Fleet, current_fleet
 from syncline.pytorch.init import init
-from syncline.pytorch.launchers import whole_number
 from syncline.pytorch.metrics import metrics, note
 from syncline.pytorch.optimizer import DistributedOptimizer
 from syncline.pytorch.samples import CountSamples
 from syncline.topology import Topology
 from syncline.updates import UpdateRule
-from syncline.variables import process_variables
+from syncline.variables import process_variables, whole_number
 
 
 class SynclineStrategy(DDPStrategy):

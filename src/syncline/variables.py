@@ -42,6 +42,30 @@ def live_place() -> str:
     return "" if text == "off" else text
 
 
+def switch(name: str, text: str) -> bool:
+    """Return whether the variable ``name``, which is ``text``, says on."""
+    if text not in ("on", "off"):
+        raise ConfigurationError(f"{name} must be on or off, not {text!r}")
+    return text == "on"
+
+
+def whole_number(values: Mapping[str, str], name: str, default: int) -> int:
+    """Return the number in a variable, ``default`` if it is absent."""
+    number = optional_number(values, name)
+    return default if number is None else number
+
+
+def optional_number(values: Mapping[str, str], name: str) -> int | None:
+    """Return the number in a variable, None if it is absent."""
+    text = values.get(name)
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigurationError(f"{name} must be a whole number, not {text!r}") from None
+
+
 def process_variables() -> Mapping[str, str]:
     """Return the variables of this process, live; who starts another process passes them on."""
     return os.environ

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from syncline.arguments import Count, check_fields, checked
-from syncline.errors import ConfigurationError
-from syncline.variables import process_variables
+from syncline.variables import process_variables, switch, whole_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +103,6 @@ class Elastic:
 
     @classmethod
     def _of_variables(cls, values: Mapping[str, str]) -> Elastic | None:
-        said, least = values.get("SYNCLINE_ELASTIC") or "off", values.get("SYNCLINE_MIN_RANKS") or "1"
-        if said not in ("on", "off"):
-            raise ConfigurationError(f"SYNCLINE_ELASTIC must be on or off, not {said!r}")
-        if not least.isdecimal():
-            raise ConfigurationError(f"SYNCLINE_MIN_RANKS must be a whole number, not {least!r}")
-        return cls(min_ranks=int(least)) if said == "on" else None
+        is_elastic = switch("SYNCLINE_ELASTIC", values.get("SYNCLINE_ELASTIC") or "off")
+        min_ranks = whole_number(values, "SYNCLINE_MIN_RANKS", 1)
+        return cls(min_ranks=min_ranks) if is_elastic else None

@@ -24,13 +24,13 @@ from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
 from syncline.fabric.options import NOWHERE
 from syncline.observe import Trace
-from syncline.pytorch.launchers import Place, find_place, whole_number
+from syncline.pytorch.launchers import Place, find_place
 from syncline.pytorch.notices import OnPreemption
 from syncline.pytorch.secret import read_secret
 from syncline.runtime.communicator import DEFAULT_TIMEOUT_S
 from syncline.topology import Topology
 from syncline.updates.private_torch import default_store
-from syncline.variables import process_variables
+from syncline.variables import process_variables, switch, whole_number
 
 FLAT = "flat"
 """In place of a topology: one switch for all hosts, of which nothing is known."""
@@ -285,9 +285,7 @@ def _choose_advertised(text: str | None) -> tuple[str, int] | None:
 
 def _switch(chosen: Mapping[str, Any], name: str) -> bool | None:
     value = chosen[name]
-    if isinstance(value, str) and value not in ("on", "off"):
-        raise ConfigurationError(f"{variable_of(name)} must be on or off, not {value!r}")
-    return value == "on" if isinstance(value, str) else value
+    return switch(variable_of(name), value) if isinstance(value, str) else value
 
 
 def choose_times(chosen: Mapping[str, Any]) -> dict[str, float]:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from syncline.endpoints import DEFAULT_MASTER_PORT, LOOPBACK, without_brackets
 from syncline.errors import ConfigurationError, TopologyError
 from syncline.topology.host_matching import expand_hostlist
+from syncline.variables import optional_number, whole_number
 
 _FIRST_PORT, _NUM_PORTS = 12000, 17393
 """A prime number of ports, below torchrun's, Kubernetes' and those that the kernel gives to connections."""
@@ -67,23 +68,6 @@ def check_place(place: Place, name: str) -> Place:
             "start the ranks with `syncline run` or torchrun"
         )
     return place
-
-
-def whole_number(values: Mapping[str, str], name: str, default: int) -> int:
-    """Return the number in a variable, ``default`` if it is absent."""
-    number = optional_number(values, name)
-    return default if number is None else number
-
-
-def optional_number(values: Mapping[str, str], name: str) -> int | None:
-    """Return the number in a variable, None if it is absent."""
-    text = values.get(name)
-    if not text:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigurationError(f"{name} must be a whole number, not {text!r}") from None
 
 
 def derive_port(job: int | str, step: int = 0) -> int:

@@ -21,6 +21,7 @@ from syncline.errors import TopologyError
 from syncline.fabric import FabricOptions
 from syncline.fabric.acceptor import Acceptor
 from syncline.fabric.handshake import Admission
+from syncline.fabric.rendezvous import MAX_NAME_LENGTH
 from syncline.fabric.shared_port import SharedListener, name_of
 from syncline.fabric.sockets import prepare_connected
 from syncline.members.job_record import Address, Attempt, Flags, JobRecord, Newcomer, address_of
@@ -29,7 +30,6 @@ from syncline.runtime.joining.connection import JoinConnection, Message, join_te
 VERSION = version("syncline")
 MAX_WAITING = 64
 GATHER_S = 2.0
-MAX_NAME_LENGTH = 255
 NOT_YET = "its job makes no elastic training (yet): its ranks must call distribute(..., elastic=True), or reconfigure()"
 
 _log = logging.getLogger(__name__)
