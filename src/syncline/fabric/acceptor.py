@@ -28,6 +28,22 @@ LOG_INTERVAL_S = 5.0
 _log = logging.getLogger(__name__)
 
 
+class RareLines:
+    """Warnings of one kind, of which one is logged in ``LOG_INTERVAL_S``, with how many there were."""
+
+    def __init__(self) -> None:
+        self._logged_s = float("-inf")
+        self._num_unlogged = 0
+
+    def warn(self, text: str, *values: object) -> None:
+        """Log a line, or count it for the next one; on a loop's thread."""
+        self._num_unlogged += 1
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._logged_s >= LOG_INTERVAL_S:
+            _log.warning(f"{text}; %d since the last such line", *values, self._num_unlogged)
+            self._logged_s, self._num_unlogged = now_s, 0
+
+
 class Acceptor:
     """Accepts connections and hands the authenticated ones to ``on_connection(admission, socket)``.
 
@@ -62,8 +78,7 @@ class Acceptor:
         self.handshakes: dict[asyncio.Task[Admission], float] = {}
         """Those that are under way, and since when."""
         self._resume: asyncio.TimerHandle | None = None
-        self._logged_s = float("-inf")
-        self._num_unlogged = 0
+        self._rare_lines = RareLines()
         self.num_refused = 0
         self.last_refusal = ""
         self.last_remedy = ""
@@ -145,9 +160,4 @@ class Acceptor:
         self._complain(f"refused a connection from {address} ({self.last_refusal})")
 
     def _complain(self, what: str) -> None:
-        self._num_unlogged += 1
-        if self._loop.time() - self._logged_s < LOG_INTERVAL_S:
-            return
-        self._logged_s = self._loop.time()
-        _log.warning("rank %d %s; %d since the last such line", self._terms.rank, what, self._num_unlogged)
-        self._num_unlogged = 0
+        self._rare_lines.warn("rank %d %s", self._terms.rank, what)

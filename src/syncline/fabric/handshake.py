@@ -202,10 +202,7 @@ class Dialer:
     def finish(self, reply: bytes) -> bytes:
         """Judge the greeter's reply and return the last message; :class:`RefusedError` if either side refuses."""
         magic, version, status, _, mac = _REPLY.unpack(reply)
-        if magic != MAGIC:
-            raise RefusedError(Refusal.GARBAGE)
-        if status:
-            raise RefusedError(_refusal(status))
+        _check_head(magic, status)
         oldest, newest = self._terms.versions
         if not oldest <= version <= newest:
             raise RefusedError(Refusal.VERSION, _finish_message(version, Refusal.VERSION))
@@ -223,10 +220,7 @@ class Dialer:
     def enter(self, welcome: bytes) -> int:
         """Judge the greeter's last message; return how much of what was sent on this connection has arrived there."""
         magic, status, position, mac = _WELCOME.unpack(welcome)
-        if magic != MAGIC:
-            raise RefusedError(Refusal.GARBAGE)
-        if status:
-            raise RefusedError(_refusal(status))
+        _check_head(magic, status)
         if not hmac.compare_digest(mac, _mac(self._terms.key, b"W", self._transcript, welcome[:-_MAC_BYTES])):
             raise RefusedError(Refusal.SECRET)
         return int(position)
@@ -281,10 +275,7 @@ class Greeter:
     def finish(self, message: bytes) -> Admission:
         """Judge the last message; return who the dialer is."""
         magic, _, status, position, _ = _FINISH.unpack(message)
-        if magic != MAGIC:
-            raise RefusedError(Refusal.GARBAGE)
-        if status:
-            raise RefusedError(_refusal(status))
+        _check_head(magic, status)
         terms, transcript = self._terms, self._hello + self._reply
         if not hmac.compare_digest(message[-_MAC_BYTES:], _mac(terms.key, b"C", transcript, message[:-_MAC_BYTES])):
             raise RefusedError(Refusal.SECRET)
@@ -330,5 +321,7 @@ def _finish_message(
     return body + (_mac(key, b"C", transcript, body) if transcript else _NO_MAC)
 
 
-def _refusal(status: int) -> Refusal:
-    return Refusal(status) if status in REASONS else Refusal.GARBAGE
+def _check_head(magic: bytes, status: int) -> None:
+    """Raise :class:`RefusedError` for what is no message of a handshake, or where the other side refuses."""
+    if magic != MAGIC or status:
+        raise RefusedError(Refusal(status) if magic == MAGIC and status in REASONS else Refusal.GARBAGE)

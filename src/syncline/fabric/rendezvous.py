@@ -414,9 +414,8 @@ class _Attempt:
 
 
 def _member_to_json(member: Member) -> dict[str, object]:
-    where = {"rank": member.rank, "host": member.host, "address": member.address, "port": member.port}
-    more = {"topology": member.topology} if member.topology else {}
-    return {**where, **more} if member.is_reachable else {**where, **more, "is_reachable": False}
+    usual = Member._field_defaults
+    return {name: value for name, value in member._asdict().items() if name not in usual or value != usual[name]}
 
 
 def _parse_hello(value: Any, rank: int) -> _Hello | None:

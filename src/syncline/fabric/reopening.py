@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
@@ -24,6 +23,7 @@ from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
+from syncline.fabric.acceptor import RareLines
 from syncline.fabric.dialling import ask, dial_once, make_question
 from syncline.fabric.frames import DamagedFrameError, FrameError
 from syncline.fabric.handshake import Admission, Dialer, FrameKeys, Refusal, RefusedError, Resumption, Terms
@@ -53,9 +53,6 @@ FORGET_S = 30.0
 """After so long a break is not one of a row any more: idle connections are cut by some firewalls, again and again."""
 MAX_FORGED = 8
 """So many frames of a peer may fail their authentication codes."""
-LOG_INTERVAL_S = 5.0
-
-_log = logging.getLogger(__name__)
 
 
 class _GoneError(Exception):
@@ -110,8 +107,7 @@ class Reopener:
         self._limit_s = self._usual_limit_s = min(LIMIT_S, options.dead_s / 2)
         self._lines: dict[tuple[int, int], _Line] = {}
         self._num_forged: dict[int, int] = {}
-        self._logged_s = float("-inf")
-        self._num_unlogged = 0
+        self._rare_lines = RareLines()
 
     def __repr__(self) -> str:
         return f"<Reopener: {len(self._lines)} connections>"
@@ -351,21 +347,14 @@ class Reopener:
         if self._trace is not None:
             details = {"peer": peer.rank, "connection_class": connection_class, "resent_bytes": resent_bytes}
             self._trace.instant("connection was opened again", "communication", reason=reason, **details)
-        self._num_unlogged += 1
-        now_s = asyncio.get_running_loop().time()
-        if now_s - self._logged_s < LOG_INTERVAL_S:
-            return
-        self._logged_s = now_s
-        _log.warning(
-            "rank %d: connection %d to %s was opened again (%d bytes are sent again): %s; %d since the last such line",
+        self._rare_lines.warn(
+            "rank %d: connection %d to %s was opened again (%d bytes are sent again): %s",
             self._terms.rank,
             connection_class,
             peer.name,
             resent_bytes,
             reason,
-            self._num_unlogged,
         )
-        self._num_unlogged = 0
 
 
 def _reason(error: Exception) -> str:
