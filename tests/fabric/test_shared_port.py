@@ -31,7 +31,7 @@ def terms(rank: int) -> Terms:
 
 
 def hello(peer: int) -> bytes:
-    return Dialer(terms(8), peer=peer, connection_class=0).hello()
+    return Dialer(terms(8), peer=peer, connection_class=0).hello
 
 
 def name(rank: int) -> str:

@@ -140,7 +140,7 @@ def say_the_same_again(address: tuple[str, int]) -> bytes:
     """Answer a member by its own words."""
     terms = join_terms(FabricOptions(insecure=True), is_member=False)
     with socket.create_connection(address, timeout=10.0) as sock:
-        sock.sendall(Dialer(terms, peer=0, connection_class=0).hello())
+        sock.sendall(Dialer(terms, peer=0, connection_class=0).hello)
         reply = sock.recv(REPLY_BYTES, socket.MSG_WAITALL)
         sock.sendall(reply[:12] + bytes(FINISH_BYTES - 44) + reply[-32:])
         return sock.recv(1)  # nothing: it is closed

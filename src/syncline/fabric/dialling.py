@@ -238,7 +238,7 @@ async def dial_once(dialer: Dialer, open_socket: Open, *, connect_s: float | Non
     loop = asyncio.get_running_loop()
     sock = await open_socket(connect_s)
     try:
-        await loop.sock_sendall(sock, dialer.hello())
+        await loop.sock_sendall(sock, dialer.hello)
         try:
             finish = dialer.finish(await read_exactly(sock, REPLY_BYTES))
         except RefusedError as refused:

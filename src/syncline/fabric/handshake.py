@@ -180,7 +180,7 @@ class Dialer:
         """Known when the handshake is finished."""
         self.frame_keys: FrameKeys | None = None
         """What authenticates the frames, if something does; known when the handshake is finished."""
-        self._hello = _HELLO.pack(
+        self.hello = _HELLO.pack(
             MAGIC,
             *terms.versions,
             terms.job,
@@ -194,10 +194,7 @@ class Dialer:
             self.connection_id,
             terms.nonce(NONCE_BYTES),
         )
-
-    def hello(self) -> bytes:
-        """Return the first message."""
-        return self._hello
+        """The first message."""
 
     def finish(self, reply: bytes) -> bytes:
         """Judge the greeter's reply and return the last message; :class:`RefusedError` if either side refuses."""
@@ -206,15 +203,15 @@ class Dialer:
         oldest, newest = self._terms.versions
         if not oldest <= version <= newest:
             raise RefusedError(Refusal.VERSION, _finish_message(version, Refusal.VERSION))
-        expected = _mac(self._terms.key, b"S", self._hello, reply[:-_MAC_BYTES])
+        expected = _mac(self._terms.key, b"S", self.hello, reply[:-_MAC_BYTES])
         if not hmac.compare_digest(mac, expected):
             raise RefusedError(Refusal.SECRET, _finish_message(version, Refusal.SECRET))
         position = self._resumption.position if self._resumption else 0
-        finish = _finish_message(version, Refusal.NONE, self._terms.key, self._hello + reply, position)
-        self._transcript = self._hello + reply + finish
+        finish = _finish_message(version, Refusal.NONE, self._terms.key, self.hello + reply, position)
+        self._transcript = self.hello + reply + finish
         if self._resumption is None:
-            self.frame_keys = _frame_keys(self._terms, self._hello + reply, is_dialer=True)
-            self.connection_id = _connection_id(self._terms, self._hello + reply)
+            self.frame_keys = _frame_keys(self._terms, self.hello + reply, is_dialer=True)
+            self.connection_id = _connection_id(self._terms, self.hello + reply)
         return finish
 
     def enter(self, welcome: bytes) -> int:
