@@ -323,22 +323,45 @@ class DeathError(Exception):
     """This rank dies here."""
 
 
-@each_rule
-@pytest.mark.parametrize("within", [WHOLE, DIVIDED])
-def test_a_rank_that_is_lost_ends_the_job_of_its_party_and_of_the_others(rule, within) -> None:
-    def body(fleet):
-        model, optimizer = start(fleet, rule(period=2, within=within))
+def lose_rank_1(rule, step_of_death, prepare=lambda *_: None) -> None:
+    """See that all others end, and name it."""
 
-        def die(step):
-            if fleet.rank == 1 and step == 3:
+    def body(fleet):
+        model, optimizer = start(fleet, rule)
+        train(fleet, model, optimizer, range(step_of_death))
+        prepare(fleet, optimizer.training.updater)
+
+        def die(_):
+            if fleet.rank == 1:
                 raise DeathError
 
-        train(fleet, model, optimizer, range(20), between=die)
+        train(fleet, model, optimizer, range(step_of_death, 20), between=die)
 
     first, _, third, fourth = run_fleets(TWO_SITES, body, accept=(DeathError, PeerLostError))
     for error in (first, third, fourth):
         assert isinstance(error, PeerLostError)
         assert error.rank == 1
+
+
+@each_rule
+@pytest.mark.parametrize("within", [WHOLE, DIVIDED])
+def test_a_rank_that_is_lost_ends_the_job_of_its_party_and_of_the_others(rule, within) -> None:
+    lose_rank_1(rule(period=2, within=within), 3)
+
+
+@pytest.mark.parametrize("within", [WHOLE, DIVIDED])
+def test_whose_loss_was_the_first_is_named_by_a_cluster_that_ends_for_it(within) -> None:
+    """Rank 2 hears of it before it begins its pass, for which rank 3 waits, and leaves; rank 3 hears of it late."""
+
+    def part(fleet, updater) -> None:
+        driver = updater._driver
+        lose = driver._on_lost
+        if fleet.rank == 3:
+            driver._on_lost = lambda *loss: driver._port.call_later(0.3, partial(lose, *loss))
+        elif fleet.rank == 2:
+            driver._wait_for(lambda: False, 30.0)
+
+    lose_rank_1(CLUSTERED(period=2, within=within), 2, part)
 
 
 @pytest.mark.parametrize(

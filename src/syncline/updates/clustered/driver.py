@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -39,7 +39,7 @@ from syncline.updates.clustered.messages import (
 from syncline.updates.clustered.node import Node
 from syncline.updates.clustered.outer_rounds import OuterRounds
 from syncline.updates.flat import Vector, VectorShape, combine, shares
-from syncline.updates.messaging import Driver, LeftBehind, Mailbox, MessageStream
+from syncline.updates.messaging import LOOK_S, Driver, LeftBehind, Mailbox, MessageStream
 from syncline.updates.rule import Newcomers
 
 TEXT_URGENCY, VECTOR_URGENCY = -1, 0
@@ -185,6 +185,19 @@ class ClusterDriver(Driver):
             return self._entered.popleft()
         self.raise_failure()
         raise self._port.call(self._late, ANSWER_S)
+
+    @contextlib.contextmanager
+    def blaming_the_first(self) -> Iterator[None]:
+        """Within this, where a rank of the cluster has left because of another one's loss, that one is named.
+
+        Of that this rank hears by itself, perhaps a moment later.
+        """
+        try:
+            yield
+        except PeerLostError:
+            self._wait_for(lambda: False, LOOK_S)
+            self.raise_failure()
+            raise
 
     @property
     def living(self) -> tuple[int, ...]:

@@ -296,7 +296,8 @@ class ClusteredUpdater(PartyUpdater):
 
     def finish_backward(self, report: PendingReport) -> Sequence[bool] | None:
         """Take note of how many samples are behind the gradients: a server is sent them as the user leaves them."""
-        present = super().finish_backward(report)
+        with self._driver.blaming_the_first():
+            present = super().finish_backward(report)
         self._samples, self._present = report.total, report.present
         return present
 
@@ -373,8 +374,9 @@ class ClusteredUpdater(PartyUpdater):
         if step_on is not None:
             if self._rule.is_served or step_on is not mean:
                 self._vectors.show(step_on, is_pass=is_pass)
-            self._party.step()
-            self._party.synchronize()
+            with self._driver.blaming_the_first():
+                self._party.step()
+                self._party.synchronize()
         if self.record_schedule.record(self._position).kind is Kind.AVERAGE:
             self._average()
 
