@@ -9,19 +9,13 @@ from mortal_fleets import DiedError, run_mortals
 from torch import nn
 
 import syncline
+from small_racks import TWO_SITES
 from syncline.schedule.period import AutomaticPeriod
-from syncline.topology import Topology
 from syncline.updates.rounds import Round
 from thread_fleets import run_fleets
 
 NUM_RANKS, NUM_STEPS = 4, 9
 DEADLINE_S = 60.0
-TWO_SITES = Topology.parse("""
-switch: wide-area
-children:
-  - {switch: a, uplink: 20 Mbit/s, children: [{host: a0, uplink: 1 Gbit/s}, {host: a1, uplink: 1 Gbit/s}]}
-  - {switch: b, uplink: 20 Mbit/s, children: [{host: b0, uplink: 1 Gbit/s}, {host: b1, uplink: 1 Gbit/s}]}
-""")
 SMALL = syncline.AllReduce(bucket_bytes=32)
 WORLDS = {"each a party": NUM_RANKS, "two parties": TWO_SITES}
 RULES = {

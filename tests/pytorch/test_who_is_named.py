@@ -139,6 +139,7 @@ class Loop:
         module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         optimizer = torch.optim.SGD(module.parameters(), 0.1)
         self.model, self.optimizer = distribute(module, optimizer, rule, fleet=fleet, **options)
+        self.synchronize = self.optimizer.synchronize
 
     def run(self, faults: dict[str, Callable[[Loop], None]]) -> None:
         """Train; ``faults`` has what happens in the step ``AT``, by where."""
@@ -178,6 +179,7 @@ class PhasedLoop:
         for stage in stages:
             stage.register_forward_pre_hook(lambda *_: self._do(self))
         self.trainer = phase(stages, lambda some: torch.optim.SGD(some, 0.1), loss=nn.MSELoss(), fleet=fleet)
+        self.synchronize = self.trainer.synchronize
 
     def run(self, faults: dict[str, Callable[[Any], Any]]) -> None:
         """Train; ``faults`` has what happens in the step ``AT``, by where."""
@@ -262,26 +264,30 @@ def check_names(job: Job, words: str) -> None:
         assert words in str(error), about
 
 
+def run_loops(run_fleets: Any, ranks: Any, job: Job, make: Callable[[Fleet], Any]) -> list[Any]:
+    place, act, _ = FAULTS[job.fault]
+
+    def body(fleet: Fleet) -> None:
+        loop = make(fleet)
+        if fleet.rank == GUILTY:
+            loop.run({place: act})
+            return
+        try:
+            loop.run({})
+            loop.synchronize()
+        except SynclineError as error:
+            job.end(fleet.rank, error)
+            raise
+
+    return run_fleets(ranks, body, timeout_s=TIMEOUT_S, accept=(SynclineError, GuiltyError))
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_the_errors_of_all_survivors_name_the_rank_at_fault_first(rule: str, run_fleets: Any, tmp_path: Path) -> None:
     topology = Topology.parse(HOSTS, source="two-hosts")
 
     def run(job: Job) -> list[Any]:
-        place, act, _ = FAULTS[job.fault]
-
-        def body(fleet: Fleet) -> None:
-            loop = Loop(fleet, RULES[rule], job)
-            if fleet.rank == GUILTY:
-                loop.run({place: act})
-                return
-            try:
-                loop.run({})
-                loop.optimizer.synchronize()
-            except SynclineError as error:
-                job.end(fleet.rank, error)
-                raise
-
-        return run_fleets(topology, body, timeout_s=TIMEOUT_S, accept=(SynclineError, GuiltyError))
+        return run_loops(run_fleets, topology, job, lambda fleet: Loop(fleet, RULES[rule], job))
 
     # with whole gradients a step is each rank's own affair
     faults = [fault for fault in SYNCHRONOUS if (rule, fault) != ("all-reduce", "does not call step")]
@@ -300,38 +306,27 @@ PHASED = {
 """What errors say of a rank of a pair; the partner hears of some first, and ranks of its side of others."""
 
 
-def run_pairs(run_fleets: Any, job: Job, prepare: Callable[[PhasedLoop], Any] = act_normally) -> list[Any]:
-    place, act, _ = FAULTS[job.fault]
-
-    def body(fleet: Fleet) -> None:
-        loop = PhasedLoop(fleet, job)
-        prepare(loop)
-        if fleet.rank == GUILTY:
-            loop.run({place: act})
-            return
-        try:
-            loop.run({})
-            loop.trainer.synchronize()
-        except SynclineError as error:
-            job.end(fleet.rank, error)
-            raise
-
-    return run_fleets(WORLD, body, timeout_s=TIMEOUT_S, accept=(SynclineError, GuiltyError))
-
-
 def test_the_errors_of_all_pairs_name_the_rank_at_fault_first(run_fleets: Any, tmp_path: Path) -> None:
-    for job, _ in run_at_once(PHASED, tmp_path, lambda job: run_pairs(run_fleets, job)):
+    def run(job: Job) -> list[Any]:
+        return run_loops(run_fleets, WORLD, job, lambda fleet: PhasedLoop(fleet, job))
+
+    for job, _ in run_at_once(PHASED, tmp_path, run):
         check_names(job, PHASED[job.fault])
 
 
 def test_a_pair_names_who_holds_up_the_other_pair_on_which_it_depends(run_fleets: Any, tmp_path: Path) -> None:
     """Rank 3 waits for rank 2, that for an update with rank 0, and that for rank 1; rank 3 gives up first."""
 
-    def hurry(loop: PhasedLoop) -> None:
-        if loop.fleet.rank == 3:
-            loop.trainer._driver._timeout_s *= 0.75  # from half of the others' on it knows for whom they wait
+    def run(job: Job) -> list[Any]:
+        def make(fleet: Fleet) -> PhasedLoop:
+            loop = PhasedLoop(fleet, job)
+            if fleet.rank == 3:
+                loop.trainer._driver._timeout_s *= 0.75  # from half of the others' on it knows for whom they wait
+            return loop
 
-    ((job, _),) = run_at_once(["sleeps in forward"], tmp_path, lambda job: run_pairs(run_fleets, job, hurry))
+        return run_loops(run_fleets, WORLD, job, make)
+
+    ((job, _),) = run_at_once(["sleeps in forward"], tmp_path, run)
     check_names(job, "rank 1 (host memory) sent nothing ")
 
 

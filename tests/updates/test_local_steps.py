@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from small_racks import TWO_SITES
 from small_regression import batch, loss_of, make_adam, make_model, make_sgd, parameters_of
 from syncline.errors import ConfigurationError, PeerLostError, TopologyError, UpdateError
 from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
@@ -17,7 +18,6 @@ from syncline.pytorch.control import join
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.flatten import plan_model, trained_parameters
 from syncline.schedule.period import AutomaticPeriod
-from syncline.topology import Topology
 from syncline.updates import AllReduce, LocalSteps, Nesterov
 from syncline.updates.flat import shares
 from syncline.updates.local_steps_updater import LEAST_BYTES
@@ -255,14 +255,6 @@ def test_training_goes_on_from_a_checkpoint_to_the_bit(rule: LocalSteps, tmp_pat
     assert {"exp_avg", "exp_avg_sq", "step"} <= keys <= {"exp_avg", "exp_avg_sq", "step", "outer_velocity"}
 
 
-TWO_SITES = """
-switch: wide-area
-children:
-  - {switch: a, uplink: 20 Mbit/s, children: [{host: a0, uplink: 1 Gbit/s}, {host: a1, uplink: 1 Gbit/s}]}
-  - {switch: b, uplink: 20 Mbit/s, children: [{host: b0, uplink: 1 Gbit/s}, {host: b1, uplink: 1 Gbit/s}]}
-"""
-
-
 @pytest.mark.parametrize("parties", [None, "auto"])
 def test_between_two_sites_a_period_carries_the_parameters_once(parties) -> None:
     num_bytes = 4 * (200 * 50 + 50)
@@ -278,7 +270,7 @@ def test_between_two_sites_a_period_carries_the_parameters_once(parties) -> None
         fleet.barrier()
         return sent_up(fleet) - before
 
-    sent = sum(run_fleets(Topology.parse(TWO_SITES), body))
+    sent = sum(run_fleets(TWO_SITES, body))
     assert 7 / 4 * num_bytes <= sent < 2 * num_bytes + 8000  # the last fragment's sums may not have begun
 
 
@@ -301,7 +293,7 @@ def test_ranks_of_a_party_train_as_with_an_all_reduce() -> None:
     together = run_fleets(2, lambda fleet: body(fleet, AllReduce()))
     one = run_fleets(2, lambda fleet: body(fleet, LocalSteps(period=100, parties=[(0, 1)])))
     assert torch.equal(one[0][0], together[0][0])
-    topology = Topology.parse(TWO_SITES)
+    topology = TWO_SITES
     (a0, end_a), (a1, _), (b0, end_b), (b1, _) = run_fleets(topology, lambda fleet: body(fleet, LocalSteps(period=100)))
     assert torch.equal(a0, together[0][0])
     assert torch.equal(a0, a1)
@@ -399,7 +391,7 @@ def test_a_period_that_is_chosen_wants_rounds_under_steps() -> None:
 
 def test_a_rank_may_be_a_party_beside_one_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("syncline.updates.local_steps_updater.LEAST_BYTES", 1)
-    topology = Topology.parse(TWO_SITES).restricted((0, 2, 3))
+    topology = TWO_SITES.restricted((0, 2, 3))
 
     def body(fleet):
         model, optimizer = start(fleet, LocalSteps(period=4, within=WITHIN))

@@ -9,21 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from small_racks import TWO_SITES
 from syncline.pytorch.distribute import distribute
-from syncline.topology import Topology
 from syncline.updates import AllReduce, LocalSteps, Nesterov, Sharded
 from syncline.updates.mean_momentum import MeanMomentum
 from thread_fleets import run_fleets
 
 NUM_RANKS = 4
-
-
-TWO_SITES = Topology.parse("""
-switch: wide-area
-children:
-  - {switch: a, uplink: 20 Mbit/s, children: [{host: a0, uplink: 1 Gbit/s}, {host: a1, uplink: 1 Gbit/s}]}
-  - {switch: b, uplink: 20 Mbit/s, children: [{host: b0, uplink: 1 Gbit/s}, {host: b1, uplink: 1 Gbit/s}]}
-""")
 
 
 class OwnSGD(torch.optim.SGD):

@@ -9,21 +9,15 @@ import pytest
 import torch
 from torch import nn
 
+from small_racks import TWO_SITES
 from syncline.errors import ConfigurationError
 from syncline.pytorch import rule_watch
 from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
 from syncline.pytorch.distribute import distribute
-from syncline.topology import Topology
 from syncline.updates import LocalSteps, Nesterov
 from syncline.updates.local_steps_updater import LocalStepsUpdater
 from thread_fleets import run_fleets
 
-TWO_SITES = """
-switch: wide-area
-children:
-  - {switch: a, uplink: 20 Mbit/s, children: [{host: a0, uplink: 1 Gbit/s}, {host: a1, uplink: 1 Gbit/s}]}
-  - {switch: b, uplink: 20 Mbit/s, children: [{host: b0, uplink: 1 Gbit/s}, {host: b1, uplink: 1 Gbit/s}]}
-"""
 SLOW = {"a0": 1.0, "a1": 1.0, "b0": 0.5, "b1": 0.5}
 
 
@@ -67,7 +61,7 @@ def test_given_speeds_say_how_many_steps_each_party_makes(fragments: int, overla
     settings = {"period": 8, "fragments": fragments, "overlap": overlap, "pace": SLOW}
     # The slow site makes four steps in a period, so there are no more than four fragments.
     rounds_of_period = {1: 1, 4: 4, 8: 4}[fragments]
-    results = run_fleets(Topology.parse(TWO_SITES), lambda fleet: train(fleet, 3 * rounds_of_period, **settings))
+    results = run_fleets(TWO_SITES, lambda fleet: train(fleet, 3 * rounds_of_period, **settings))
     (fast, counts, counters), (slow, _, of_slow) = results[0], results[2]
     assert (counters.period, of_slow.period) == (8, 4)
     assert fast == 2 * slow
@@ -77,7 +71,7 @@ def test_given_speeds_say_how_many_steps_each_party_makes(fragments: int, overla
 def test_each_sample_counts_the_same_however_many_steps_its_site_makes() -> None:
     """One site makes twice as many steps: with the weight of all its samples each of them would count twice."""
     settings = {"period": 8, "fragments": 1, "overlap": False, "pace": SLOW}
-    results = run_fleets(Topology.parse(TWO_SITES), lambda fleet: train(fleet, 2, **settings))
+    results = run_fleets(TWO_SITES, lambda fleet: train(fleet, 2, **settings))
     (fast, counts, _), (slow, *_) = results[0], results[2]
     assert (fast, slow) == (16, 8)
     # Ranks of a site step on their mean: one step of a site counts one half for each, and sites one half.
@@ -93,7 +87,7 @@ def test_all_end_together_where_loops_have_equal_lengths_too() -> None:
         optimizer.end_period()
         return [count.tolist() for count in model.counts], optimizer.iteration
 
-    results = run_fleets(Topology.parse(TWO_SITES), body)
+    results = run_fleets(TWO_SITES, body)
     assert all(result == results[0] for result in results)
     assert results[0][1] == 21
 
@@ -122,7 +116,7 @@ def test_measured_steps_say_how_many_each_party_makes(
     step_s: list[float], periods: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured(monkeypatch, step_s)
-    results = run_fleets(Topology.parse(TWO_SITES), lambda fleet: train(fleet, 40, period=16, pace="own"))
+    results = run_fleets(TWO_SITES, lambda fleet: train(fleet, 40, period=16, pace="own"))
     assert [counters.period for *_, counters in results] == periods
     assert all(counts == results[0][1] for _, counts, _ in results)
 
@@ -141,7 +135,7 @@ def test_the_first_minute_names_a_party_that_holds_the_others_up(
             step(model, optimizer, fleet.rank)
         optimizer.end_period()
 
-    run_fleets(Topology.parse(TWO_SITES), body)
+    run_fleets(TWO_SITES, body)
     said = "the party of b0, b1 computes at 50% of the fastest one's speed, and all make as many steps; by prediction "
     said += 'LocalSteps(pace="own") takes 1.5 times as many samples in the same time'
     assert capfd.readouterr().err.count(said) == num_lines
@@ -165,7 +159,7 @@ def test_a_party_whose_steps_become_slow_makes_fewer_from_then_on(monkeypatch: p
         optimizer.end_period()
         return periods, [count.tolist() for count in model.counts]
 
-    results = run_fleets(Topology.parse(TWO_SITES), body)
+    results = run_fleets(TWO_SITES, body)
     assert [periods for periods, _ in results] == [[4, 4], [4, 4], [4, 1], [4, 1]]
     assert all(counts == results[0][1] for _, counts in results)
 
@@ -191,7 +185,7 @@ def test_steps_are_timed_without_what_rounds_took(monkeypatch: pytest.MonkeyPatc
 
 def test_a_found_period_is_that_of_the_fastest_party(monkeypatch: pytest.MonkeyPatch) -> None:
     measured(monkeypatch, [0.1, 0.1, 0.2, 0.2])
-    results = run_fleets(Topology.parse(TWO_SITES), lambda fleet: train(fleet, 40, period="auto", pace="own"))
+    results = run_fleets(TWO_SITES, lambda fleet: train(fleet, 40, period="auto", pace="own"))
     assert [counters.period for *_, counters in results] == [2, 2, 1, 1]
     assert all(counts == results[0][1] for _, counts, _ in results)
 
@@ -216,7 +210,7 @@ def test_training_goes_on_from_a_checkpoint_with_given_speeds(tmp_path: Path) ->
         optimizer.end_period()
         return [count.tolist() for count in model.counts]
 
-    topology = Topology.parse(TWO_SITES)
+    topology = TWO_SITES
     assert run_fleets(topology, first) == run_fleets(topology, second)
 
 
@@ -235,4 +229,4 @@ def test_a_pace_that_cannot_be_is_refused() -> None:
         ):
             begin(fleet, pace={"a0": 1.0, "a1": 1.0, "b0": 0.5})
 
-    run_fleets(Topology.parse(TWO_SITES), body)
+    run_fleets(TWO_SITES, body)

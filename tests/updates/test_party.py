@@ -14,20 +14,14 @@ import pytest
 import torch
 from torch import nn
 
+from small_racks import TWO_SITES
 from small_regression import batch, loss_of, make_adam, make_model, make_sgd, parameters_of
 from syncline.errors import ConfigurationError, PeerLostError, UpdateError
 from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
 from syncline.pytorch.distribute import distribute
-from syncline.topology import Topology
 from syncline.updates import AllReduce, Clustered, LocalSteps, Nesterov, Sharded, matrix_cost
 from thread_fleets import run_fleets
 
-TWO_SITES = Topology.parse("""
-switch: wide-area
-children:
-  - {switch: a, uplink: 20 Mbit/s, children: [{host: a0, uplink: 1 Gbit/s}, {host: a1, uplink: 1 Gbit/s}]}
-  - {switch: b, uplink: 20 Mbit/s, children: [{host: b0, uplink: 1 Gbit/s}, {host: b1, uplink: 1 Gbit/s}]}
-""")
 WHOLE, DIVIDED = AllReduce(bucket_bytes=160), Sharded(bucket_bytes=160)
 """Of the small regression they make five buckets."""
 CLUSTERED = partial(Clustered, clusters=((0, 1), (2, 3)), forecast=0)

@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 class RareLines:
     """Warnings of one kind, of which one is logged in ``LOG_INTERVAL_S``, with how many there were."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
         self._logged_s = float("-inf")
         self._num_unlogged = 0
 
@@ -40,7 +41,7 @@ class RareLines:
         self._num_unlogged += 1
         now_s = asyncio.get_running_loop().time()
         if now_s - self._logged_s >= LOG_INTERVAL_S:
-            _log.warning(f"{text}; %d since the last such line", *values, self._num_unlogged)
+            self._log.warning(f"{text}; %d since the last such line", *values, self._num_unlogged)
             self._logged_s, self._num_unlogged = now_s, 0
 
 
@@ -78,7 +79,7 @@ class Acceptor:
         self.handshakes: dict[asyncio.Task[Admission], float] = {}
         """Those that are under way, and since when."""
         self._resume: asyncio.TimerHandle | None = None
-        self._rare_lines = RareLines()
+        self._rare_lines = RareLines(_log)
         self.num_refused = 0
         self.last_refusal = ""
         self.last_remedy = ""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
@@ -53,6 +54,8 @@ FORGET_S = 30.0
 """After so long a break is not one of a row any more: idle connections are cut by some firewalls, again and again."""
 MAX_FORGED = 8
 """So many frames of a peer may fail their authentication codes."""
+
+_log = logging.getLogger(__name__)
 
 
 class _GoneError(Exception):
@@ -107,7 +110,7 @@ class Reopener:
         self._limit_s = self._usual_limit_s = min(LIMIT_S, options.dead_s / 2)
         self._lines: dict[tuple[int, int], _Line] = {}
         self._num_forged: dict[int, int] = {}
-        self._rare_lines = RareLines()
+        self._rare_lines = RareLines(_log)
 
     def __repr__(self) -> str:
         return f"<Reopener: {len(self._lines)} connections>"

@@ -125,7 +125,11 @@ class _Round:
         self._port.watch_losses(self._lost)
 
     def _heard(self, rank: int, payload: bytes) -> None:
-        kind, told = json.loads(payload)
+        try:
+            kind, told = json.loads(payload)
+        except ValueError as error:
+            self._lost(rank, error)
+            return
         with self._changed:
             self._told[kind][rank] = told
             self._changed.notify_all()

@@ -412,10 +412,8 @@ class Communicator:
         when all have come. One that does not want it, or runs elsewhere, decides for all. A group has its own.
         """
         others = (rank for rank in range(self.world_size) if rank != self.rank)
-        is_able, sum_bytes = (
-            is_wanted and all(map(self._fabric.is_local, others)),
-            partial(self.sum_bytes, label="segment"),
-        )
+        is_able = is_wanted and all(map(self._fabric.is_local, others))
+        sum_bytes = partial(self.sum_bytes, label="segment")
         segment = open_together(self.rank, self.world_size, is_able=is_able, sum_bytes=sum_bytes)
         if segment is not None:
             made = SharedMemoryCollectives(

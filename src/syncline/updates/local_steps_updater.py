@@ -63,9 +63,10 @@ from syncline.updates.state import VELOCITY, StateSource
 
 LEAST_BYTES = 128 * 1024
 """Of a fragment for which buckets are cut: what is less costs its calls, and not its bytes."""
-_NUM_TOLD = 6
-"""Numbers in a round: whether this rank ends, its step, how long rounds have held it up, in what time and steps, and
-the steps of its moves."""
+_MOVED = 5
+"""Where the steps of its moves stand in what a rank tells in a round; before them, whether it ends, its step, and how
+long rounds have held it up, in what time and steps."""
+_NUM_TOLD = _MOVED + 1
 _LEAST_S = 1e-9
 
 Pace = Literal["equal", "own"] | Grace | Mapping[str, Annotated[float, Bounds(above=0, below=math.inf)]]
@@ -286,7 +287,7 @@ class LocalStepsUpdater(PartyUpdater):
         """How fast each party computes, as parts of the fastest; empty if that is not known, or ranks were lost."""
         if self._last_told is None or len(self._last_told) != sum(map(len, self.parties)):
             return []
-        speeds = measured_speeds(*self._last_told[:, 2:5].T.tolist())
+        speeds = measured_speeds(*self._last_told[:, 2:_MOVED].T.tolist())
         return [min(speeds[rank] for rank in ranks) for ranks in self.parties] if speeds else []
 
     def statistics(self) -> LocalStepsStatistics:
@@ -342,7 +343,7 @@ class LocalStepsUpdater(PartyUpdater):
         """
         if not self._period.is_found or self._next_round % len(self._fragments) or bool(told[:, 0].any()):
             return
-        _, _, held_up_s, taken_s, num_steps = told[:, :5].T.tolist()
+        _, _, held_up_s, taken_s, num_steps = told[:, :_MOVED].T.tolist()
         if not self._period.judge(held_up_s=held_up_s, taken_s=taken_s, num_steps=num_steps, party=self._told_party):
             return
         self._begin_judging(after=self.step_number)
@@ -470,10 +471,10 @@ class LocalStepsUpdater(PartyUpdater):
 
     def _follow_momentum(self, flight: Round, parts: Sequence[BucketPart], means: Sequence[torch.Tensor]) -> None:
         """Draw this party's momentum to the mean of all, if moves tell of it, and no outer optimizer has one."""
-        weights, steps = torch.tensor(flight.weights, dtype=torch.float64), flight.wait_told()[:, 5]
-        own_steps = flight.told[5]
+        own_steps = flight.told[_MOVED]
         if self._outer or not self._momentum.is_there or not own_steps or not flight.weight:
             return
+        weights, steps = torch.tensor(flight.weights, dtype=torch.float64), flight.wait_told()[:, _MOVED]
         self._momentum.follow(
             self._party.kept_entries(),
             [(part.bucket, part.start, move) for part, move in zip(parts, flight.moves, strict=True)],

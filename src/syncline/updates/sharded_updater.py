@@ -282,9 +282,8 @@ class ShardedUpdater(Updater):
         """Hand the step to the update thread, and return."""
         self._ready.raise_failure()
         gradients = self._gradients.hand_over()
-        update = partial(
-            self._update, self.step_number, gradients, all_hyperparameters(self.optimizer)
-        )  # as they are now
+        options = all_hyperparameters(self.optimizer)  # as they are now
+        update = partial(self._update, self.step_number, gradients, options)
         self._ready.begin()
         if self._checks_stale and self.collectives.crossing is None:  # which adds to the old values
             for bucket, shard in zip(self.buckets, self.shards, strict=True):
