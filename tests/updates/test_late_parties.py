@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_local_steps import TWO_SITES, mean
+from test_local_steps import mean
 
+from small_racks import TWO_SITES
 from small_regression import batch, loss_of, make_adam, make_model, make_sgd, parameters_of
 from syncline.errors import ConfigurationError, PeerLostError, UpdateError
 from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
@@ -180,7 +181,7 @@ def test_where_nobody_is_late_it_trains_as_without_a_window(rule: LocalSteps, pa
         optimizer.end_period()
         return [*seen, parameters_of(model)], optimizer.statistics().num_left_out
 
-    topology, rule = Topology.parse(TWO_SITES), replace(rule, parties=parties)
+    topology, rule = TWO_SITES, replace(rule, parties=parties)
     patient = run_fleets(topology, partial(body, rule=replace(rule, pace=Grace(seconds=DEADLINE_S))))
     equal = run_fleets(topology, partial(body, rule=rule))
     for (with_window, num_left_out), (without, _) in zip(patient, equal, strict=True):
@@ -260,7 +261,7 @@ def test_the_ranks_of_a_late_party_stay_equal_in_every_step(within) -> None:
         optimizer.end_period()
         return seen, parameters_of(model), optimizer.statistics().num_left_out
 
-    results = run_fleets(Topology.parse(TWO_SITES), body)
+    results = run_fleets(TWO_SITES, body)
     for one, other in ((0, 1), (2, 3)):
         assert all(map(torch.equal, results[one][0], results[other][0]))
         assert results[one][2] == results[other][2]
