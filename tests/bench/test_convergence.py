@@ -17,6 +17,7 @@ from syncline.bench.convergence import (
     REFERENCE,
     ConvergenceRow,
     Learning,
+    Method,
     Training,
     add_training,
     best_of_groups,
@@ -26,9 +27,11 @@ from syncline.bench.convergence import (
     load_trainings,
 )
 from syncline.bench.ranks import learning
+from syncline.bench.ranks.local_servers import Server, learn_with_servers
 from syncline.cli import bench
 from syncline.cli.convergence import MOST_STALE, Plan, StepPredictor, Trainings
 from syncline.errors import ConfigurationError, LaunchError
+from syncline.topology import Topology
 
 NAMES = {method.name: method for method in METHODS}
 THREE_HOSTS = "topology: three\nswitch: core\nchildren:\n  - {host: 'h[0-2]', uplink: 1 Mbit/s}\n"
@@ -95,6 +98,45 @@ def test_a_training_ends_at_its_target_on_all_ranks(tiny, three):
 @pytest.mark.parametrize("name", [method.name for method in METHODS if not method.steps_of])
 def test_every_method_trains(tiny, three, name):
     assert [step for step, _ in learn(name, find_network(three), num_steps=2).curve] == [2]
+
+
+def told_by_servers(topology, **arguments):
+    told = {"local_steps": 2, "rounds": 1, "rates": (1.0, 1.0), "momenta": (0.0, 0.0), "away": {}, **arguments}
+    tasks = [tiny_task(rank, topology.num_ranks, 0) for rank in range(topology.num_ranks)]
+    method = Method(name="servers", rule="HALoS", arguments=told, timing="apart")
+    return learn_with_servers(tasks, method, topology, num_steps=16, every=2, target=None)
+
+
+def test_servers_of_one_worker_learn_what_it_learns_alone():
+    task, losses = tiny_task(0, 1, 0), []
+    optimizer = task.make_optimizer(task.model.parameters())
+    for step in range(1, 17):
+        task.loss(task.model, *task.draw(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(task.loss(task.model, *task.held_out).item())
+    told = told_by_servers(Topology.flat(1, rate=1e9))
+    assert [step for step, _ in told.curve] == [2, 4, 6, 8, 10, 12, 14, 16]
+    assert [loss for _, loss in told.curve] == pytest.approx(losses[1::2], rel=1e-4)
+
+
+def test_a_server_adds_its_momentum_after_several_differences():
+    server, places = Server(torch.zeros(1), rate=0.5, momentum=0.5, every=2), []
+    for _ in range(4):
+        server.add(torch.ones(1))
+        places.append(server.parameters.item())
+    assert places == [0.5, 1.5, 2.0, 3.25]
+
+
+def test_sites_go_on_while_what_they_send_is_on_its_way():
+    """A site sends no more before its answer is there, and a slow one less often."""
+    pair = Topology.flat(2, rate=1e9)
+    near = told_by_servers(pair).link_bytes
+    assert near["h1 up"] == near["h1 down"] == near["h0 down"] == 9 * 4 // 2, "nine float32 in two steps"
+    far = told_by_servers(pair, away={"h1": 3.0}).link_bytes
+    assert far["h1 up"] == pytest.approx(near["h1 up"] / 4, rel=0.3)
+    slow = told_by_servers(pair, pace={"h0": 1.0, "h1": 0.5}).link_bytes
+    assert slow["h1 up"] == near["h1 up"] // 2
 
 
 def test_an_error_on_one_rank_ends_all(three, monkeypatch):
@@ -207,6 +249,9 @@ def test_steps_are_predicted_from_the_network():
     assert steps["Clustered"] == pytest.approx(0.1 + 4_000_000 * 8 / 20e6 + 1_000_000 * 8 / 1e9, rel=0.1)
     assert predictor(fast).predict(NAMES["Sharded"], told)[0] < steps["Sharded"] / 2
     assert predictor(half).predict(NAMES["LocalSteps"], told)[0] == pytest.approx(0.2)
+    asked_s = 2 * 1_440_000 * 8 / 1e9 * 1514 / 1448
+    assert steps["HALoS 2x2 plain"] == pytest.approx(0.1 + asked_s / 2)
+    assert predictor(slow).distances == {"site-a": 0.0, "site-b": pytest.approx(5.76 * 1514 / 1448)}
     assert {slow.sites, fast.sites, half.sites} == {"0,1,2,3 4,5,6,7"}
 
 

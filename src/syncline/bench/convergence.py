@@ -29,7 +29,7 @@ TASKS = ("gpt", "digits-by-label", "digits-by-label-adam", "digits-mixed", "digi
 REFERENCE = "ddp"
 CONFIDENCE = 0.95
 
-Timing = Literal["advice", "in turn", "overlapped", "sites", "stale", "servers"]
+Timing = Literal["advice", "in turn", "overlapped", "sites", "stale", "servers", "apart"]
 """By what a step is predicted; see :mod:`syncline.cli.convergence`."""
 
 
@@ -72,6 +72,11 @@ class Method:
         arguments = {**self.arguments, "pace": dict(speeds)}
         return replace(self, name=f"{self.name}, {told}", arguments=arguments, group=self.group or self.name)
 
+    def with_distances(self, away: Mapping[str, float]) -> Method:
+        """Return what it is where transfers from each site to the first one take so many steps; of the same group."""
+        arguments = {**self.arguments, "away": dict(away)}
+        return replace(self, name=f"{self.name}, {max(away.values()):.1f} away", arguments=arguments)
+
     def speed_of(self, host: str) -> float:
         """Return how many of the fastest site's steps a host makes, of 1."""
         pace = self.arguments.get("pace")
@@ -85,6 +90,26 @@ def _local(name: str, timing: Timing, group: str = "", **arguments: Any) -> Meth
 def _rounds_in_turn(name: str, group: str, period: int, **arguments: Any) -> Method:
     own = {"period": period, "fragments": 1, "overlap": False, "parties": None}
     return _local(f"{name}, period {period}", "in turn", group, **own, **arguments)
+
+
+# By the sites' servers and by the global one: how much of the mean difference of a round is added, and the momentum;
+# first as the authors of HALoS publish them.
+_SERVERS = (("with momentum", (0.8, 0.6), (0.9, 0.5)), ("plain", (1.0, 1.0), (0.0, 0.0)))
+
+
+def _servers(
+    local_steps: int, rounds: int, told: str, rates: tuple[float, float], momenta: tuple[float, float]
+) -> Method:
+    settings = {
+        "local_steps": local_steps,
+        "rounds": rounds,
+        "rates": rates,
+        "momenta": momenta,
+        "pace": "own",
+        "away": {},
+    }
+    name = f"HALoS {local_steps}x{rounds} {told}"
+    return Method(name=name, rule="HALoS", arguments=settings, timing="apart", group="HALoS")
 
 
 METHODS: tuple[Method, ...] = (
@@ -111,6 +136,11 @@ METHODS: tuple[Method, ...] = (
         _rounds_in_turn(f"DiLoCo {rate}/{momentum}", "DiLoCo", period, outer=(rate, momentum))
         for period in (8, 16, 32)
         for rate, momentum in ((0.7, 0.9), (1.0, 0.5))
+    ),
+    *(
+        _servers(local_steps, rounds, *server)
+        for local_steps, rounds in ((2, 2), (8, 2), (8, 8))
+        for server in _SERVERS
     ),
     _local("LocalSteps", "overlapped", parties=None, period=USUAL),
     _local("LocalSteps, sites", "sites", period=USUAL),
@@ -141,6 +171,12 @@ def choose_tasks(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(task for task in TASKS if task in (names or TASKS))
 
 
+def sites_of(topology: Topology) -> dict[str, list[int]]:
+    """Return the ranks below each child of a network's root, by its name."""
+    ranks = range(topology.num_ranks)
+    return {child.name: [rank for rank in ranks if child in topology.path(rank)] for child in topology.root.children}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
     """A topology, and how many times as long its last site computes."""
@@ -161,10 +197,7 @@ class Network:
     @property
     def sites(self) -> str:
         """Which ranks are together: trainings with the same sites have the same losses."""
-        return " ".join(
-            ",".join(str(rank) for rank in range(self.topology.num_ranks) if child in self.topology.path(rank))
-            for child in self.topology.root.children
-        )
+        return " ".join(",".join(map(str, ranks)) for ranks in sites_of(self.topology).values())
 
 
 NETWORKS = ("two-sites", "two-sites at 100 Mbit/s", "three-racks-uneven-uplinks", "two-sites, one at half speed")

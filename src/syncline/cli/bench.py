@@ -182,7 +182,7 @@ def convergence(
     *,
     settings: ConvergenceSettings,
 ) -> None:
-    """Time to a loss: synchronous rules, codes, averages, DiLoCo, LocalSteps, Overlapped and Clustered.
+    """Time to a loss: synchronous rules, codes, averages, DiLoCo, HALoS, LocalSteps, Overlapped and Clustered.
 
     Losses are found in one process, the ranks being threads; steps are predicted for an idle network.
     """

@@ -4,11 +4,13 @@ Steps are predicted for an idle network, of models that compute ``--compute`` in
 ``syncline advise`` does. Rounds of local steps are all-reduces by the planner's prediction, one in a period: after
 computing where they are waited for, else under it. ``Overlapped`` sends what was counted, under computing as long as
 gradients are no staler than it allows, so that its time to a loss is a lower bound where links are slower than
-computing: here they were fresh. ``Clustered`` sends what was counted too, one phase after the other.
+computing: here they were fresh. ``Clustered`` sends what was counted too, one phase after the other. With servers that
+nobody waits for a worker waits for what it asks its site's server, as if it was alone in asking: a lower bound too.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -25,6 +27,7 @@ from syncline.bench.convergence import (
     Training,
     add_training,
     load_trainings,
+    sites_of,
 )
 from syncline.cli.advice import Advice, RuleStep, measure_coding
 from syncline.cli.plan import PlannerResult, compare_planners
@@ -79,14 +82,16 @@ class Trainings:
                 self._run_methods(task, networks[0], seed, {each.name: each for each in settled}.values())
 
     def _settled(self, task: str, network: Network, method: Method) -> Method:
-        """Return a method with the period and the sites' speeds that it has on a network."""
+        """Return a method with the period, the sites' speeds and their distances that it has on a network."""
         if method.has_own_pace:
             method = method.with_speeds(network.speeds)
         reference = self.find(task, network, self._reference, 0)
-        if not method.is_automatic or reference is None:
+        if reference is None:
             return method
         predictor = self._predictor(network, reference.num_bytes, paced="pace" in method.arguments)
-        return method.with_period(predictor.period)
+        if method.timing == "apart":
+            return method.with_distances(predictor.distances)
+        return method.with_period(predictor.period) if method.is_automatic else method
 
     def _run_methods(self, task: str, network: Network, seed: int, methods: Iterable[Method]) -> None:
         for method in methods:
@@ -186,7 +191,7 @@ class StepPredictor:
         if method.timing == "advice":
             row = self._advised[method.advised]
             return row.step_s, row.link or "-", row.link_bytes
-        if method.timing in ("stale", "servers"):
+        if method.timing in ("stale", "servers", "apart"):
             return self._of_counted(method, learning)
         period = self.period if method.is_automatic else method.period
         round_s = self._rounds.prediction.time_s / period
@@ -201,11 +206,28 @@ class StepPredictor:
         """What ``LocalSteps(period="auto")`` settles on."""
         return shortest_period(self._rounds.prediction.time_s, self._advice.within_parties_s)
 
+    @property
+    def distances(self) -> dict[str, float]:
+        """How many steps the parameters take from each site to the first one, and back as many."""
+        homes = {site: ranks[0] for site, ranks in sites_of(self.topology).items()}
+        first = next(iter(homes.values()))
+        return {site: self._there_and_back_s(first, home) / 2 / self.compute_s for site, home in homes.items()}
+
+    def _there_and_back_s(self, rank: int, other: int) -> float:
+        """Return how long the parameters take from one rank to another, and back."""
+        links = *self.topology.route(rank, other), *self.topology.route(other, rank)
+        least = min((self.topology.bytes_per_s(link) for link in links), default=math.inf)
+        return 2 * self.num_bytes / (least * CostModel().payload_share)
+
     def _of_counted(self, method: Method, learning: Learning) -> tuple[float, str, float]:
         link_s = {name: self.link_s(learning, name) for name in learning.link_bytes}
         name = max(link_s, key=link_s.__getitem__)
         if method.timing == "stale":
             step_s = max(self.compute_s, link_s[name] / MOST_STALE)
+        elif method.timing == "apart":
+            asked = [(ranks[0], rank) for ranks in sites_of(self.topology).values() for rank in ranks]
+            asked_s = max(self._there_and_back_s(*pair) for pair in asked)
+            step_s = self.compute_s + asked_s / int(method.arguments["local_steps"])
         else:
             step_s = self.compute_s + sum(self._phases(link_s).values())
         return step_s, name, learning.link_bytes[name]

@@ -25,6 +25,7 @@ from torch.nn import functional as F  # noqa: N812 - as PyTorch's users have it
 
 import syncline
 from syncline.bench.convergence import Learning, Method
+from syncline.bench.ranks.local_servers import learn_with_servers
 from syncline.demo import gpt
 from syncline.errors import ConfigurationError
 from syncline.pytorch.fleet import Fleet
@@ -147,6 +148,8 @@ def learn(
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
+        if method.timing == "apart":
+            return learn_with_servers(tasks, method, topology, num_steps=num_steps, every=every, target=target)
         with contextlib.redirect_stderr(io.StringIO()):  # what rank 0 would say of links that are not there
             run_ranks(topology, partial(_train, judge, method), timeout_s=LIMIT_S, deadline_s=LIMIT_S)
     finally:
