@@ -35,16 +35,19 @@ def analysed(folder: Path) -> Any:
     return pickle.loads((folder.parent / "found").read_bytes())[1]
 
 
+def summed() -> tuple[memoryview, Any]:
+    return memoryview(np.ones(12, np.float32)).cast("B"), numpy_reduction("float32")
+
+
 def reduce(communicator: Communicator, **settings: Any) -> Any:
-    return communicator.all_reduce(
-        memoryview(np.ones(12, np.float32)).cast("B"), numpy_reduction("float32"), **settings
-    )
+    return communicator.all_reduce(*summed(), **settings)
 
 
 def test_torchs_program_reads_the_calls_of_all_ranks(in_memory: Callable[..., Any], tmp_path: Path) -> None:
     communicators = in_memory(2)
     works = [reduce(one) for one in communicators]
     works += [one.all_gather(memoryview(bytearray(7))) for one in communicators]
+    works += [one.reduce_scatter(*summed()) for one in communicators]
     works += [reduce(one, stream=5, label="gradients", step=3) for one in communicators]
     for work in works:
         work.wait(60)
@@ -53,18 +56,19 @@ def test_torchs_program_reads_the_calls_of_all_ranks(in_memory: Callable[..., An
     found = analysed(tmp_path / "records")
     assert [(one.collective_name, one.pass_check, one.collective_state) for one in found.collectives] == [
         ("gloo:all_reduce", True, "completed"),
-        ("gloo:_all_gather_base", True, "completed"),
+        ("gloo:all_gather_v", True, "completed"),
+        ("gloo:reduce_scatter_v", True, "completed"),
         ("gloo:all_reduce", True, "completed"),
     ]
     assert sorted(group.id[:8] for group in found.groups) == ["stream 0", "stream 5"]
     entries = pickle.loads((tmp_path / "records" / "flight_rank_0").read_bytes())["entries"]
     assert entries[0]["input_sizes"] == [[12]]
-    assert entries[2]["syncline_call"] == "gradients, step 3"
+    assert entries[3]["syncline_call"] == "gradients, step 3"
 
 
 def test_who_did_not_come_to_a_call_is_found(in_memory: Callable[..., Any], tmp_path: Path) -> None:
     communicators = in_memory(2)
-    for work in [reduce(one) for one in communicators]:
+    for work in [one.reduce_scatter(*summed()) for one in communicators]:
         work.wait(60)
     are_written = [threading.Event() for _ in communicators]
 

@@ -29,8 +29,8 @@ READS_ALL_THREADS = sys.version_info >= (3, 11, 7)
 MOST_CALLS = 2000
 VERSION = "2.10"
 """Of torch's form."""
-_NAMES = {"all_gather": "_all_gather_base", "reduce_scatter": "_reduce_scatter_base"}
-"""Those of torch whose buffers are whole on all ranks."""
+_NAMES = {"all_gather": "all_gather_v", "reduce_scatter": "reduce_scatter_v"}
+"""Those of torch whose parts may differ: of others its program asks that the buffers of a rank do, as ours do not."""
 
 
 @dataclass(slots=True, kw_only=True)
