@@ -11,6 +11,7 @@ import torch
 from torch import optim
 
 from syncline.errors import UpdateError
+from syncline.updates import AllReduce, Clustered, LocalSteps, Overlapped, Sharded, UpdateRule
 from syncline.updates.inner import check_divisible, make_inner, why_not_independent
 
 
@@ -37,6 +38,20 @@ class Noisy(optim.SGD):
         return loss
 
 
+class Counting(optim.Optimizer):
+    """Counts its steps in its group, as schedule-free optimizers do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "k": 0})
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for group in self.param_groups:
+                group["k"] += 1
+                for parameter in group["params"]:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] / group["k"])
+
+
 @pytest.mark.parametrize(
     "make", [partial(kind, lr=0.1) for kind in (optim.Adafactor, optim.Adam, optim.AdamW, optim.Muon, Noisy, optim.SGD)]
 )
@@ -51,6 +66,14 @@ def test_what_clips_all_gradients_is_not(limit: float) -> None:
     why = why_not_independent(partial(Clipped, limit=limit))
     assert why is not None
     assert "depends on the other parameters" in why
+
+
+def test_what_counts_in_its_group_is_not() -> None:
+    optimizer = Counting([torch.nn.Parameter(torch.zeros(2))])
+    with pytest.raises(
+        UpdateError, match=r"does not suit Counting: its step\(\) changes k of .*; use update=AllReduce"
+    ):
+        check_divisible(optimizer, whole_parameters=True)
 
 
 def test_a_step_that_raises_is_told() -> None:
@@ -74,3 +97,46 @@ def test_what_a_class_keeps_beside_its_groups_is_not_lost() -> None:
     inner = make_inner(optimizer, 0, [torch.nn.Parameter(torch.zeros(3))])
     assert isinstance(inner, Clipped)
     assert inner.limit == 7.0
+
+
+class Requiring(optim.SGD):
+    """Cannot be stepped without a closure."""
+
+    def step(self, closure: Any) -> Any:
+        return super().step(closure)
+
+
+class Named(optim.SGD):
+    """Likewise, and calls it otherwise."""
+
+    def step(self, *, evaluate: Any) -> Any:
+        return super().step(evaluate)
+
+
+class Passing(optim.SGD):
+    """Takes whatever comes."""
+
+    def step(self, *args: Any, **options: Any) -> Any:
+        return super().step(*args, **options)
+
+
+OTHERS = [LocalSteps(), Overlapped(), Clustered(), Sharded(), Sharded(align="parameter"), LocalSteps(within=Sharded())]
+
+
+@pytest.mark.parametrize("rule", OTHERS, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize(("kind", "call"), [(Requiring, r"step\(closure\)"), (Named, r"step\(evaluate\)")])
+def test_an_optimizer_that_requires_a_closure_is_refused(
+    rule: UpdateRule, kind: type[optim.Optimizer], call: str
+) -> None:
+    optimizer = kind([torch.nn.Parameter(torch.ones(2, 2))], lr=0.1)  # type: ignore[call-arg]
+    AllReduce().check(optimizer)
+    with pytest.raises(UpdateError, match=rf"{kind.__name__} evaluates the model inside {call}.* update=AllReduce\(\)"):
+        rule.check(optimizer)
+
+
+def test_a_step_that_can_do_without_is_served_also_under_a_scheduler() -> None:
+    for kind in (Passing, optim.SGD):
+        optimizer = kind([torch.nn.Parameter(torch.ones(2, 2))], lr=0.1)
+        optim.lr_scheduler.ConstantLR(optimizer)  # which wraps step()
+        LocalSteps().check(optimizer)
+        Overlapped().check(optimizer)

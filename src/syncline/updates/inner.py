@@ -30,11 +30,17 @@ ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset(
 """Optimizers whose new element depends on that element's gradient and state alone: they may step on any piece."""
 
 
+NOT_DIVIDED = "use update=AllReduce() (or within=AllReduce(), if Sharded() is within another rule)"
+"""What helps where the parts that ranks have with ``Sharded()`` do not do; few who raise know whether it is within."""
+
+
 def check_is_served(optimizer: optim.Optimizer) -> None:
     """Raise :class:`UpdateError` if ``AllReduce`` alone can serve ``optimizer``."""
-    if isinstance(optimizer, optim.LBFGS):
+    if isinstance(optimizer, optim.LBFGS) or (wanted := _wanted_by_step(optimizer)):
+        name = type(optimizer).__name__
+        call = "step()" if isinstance(optimizer, optim.LBFGS) else f"step({wanted})"
         raise UpdateError(
-            "LBFGS evaluates the model inside step(), for which every rank needs all gradients; use "
+            f"{name} evaluates the model inside {call}, for which every rank needs all gradients; use "
             "update=AllReduce(), or another optimizer"
         )
     if isinstance(optimizer, optim.SparseAdam):
@@ -44,23 +50,44 @@ def check_is_served(optimizer: optim.Optimizer) -> None:
         )
 
 
+def check_is_real(optimizer: optim.Optimizer, rule: str) -> None:
+    """Raise :class:`UpdateError` if parameters are complex, where ``rule`` takes differences of real numbers alone."""
+    tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
+    found = next((tensor for tensor in tensors if tensor.is_complex()), None)
+    if found is not None:
+        raise UpdateError(
+            f"{rule}() averages real numbers, and a parameter of shape {tuple(found.shape)} is {found.dtype}; use "
+            "update=AllReduce() or Sharded(), or keep it as real numbers (torch.view_as_complex() in the model)"
+        )
+
+
+def _wanted_by_step(optimizer: optim.Optimizer) -> str:
+    """Name what ``step()`` cannot be called without: a closure, whatever it is called there; empty for nothing."""
+    try:
+        _self, *parameters = inspect.signature(type(optimizer).step).parameters.values()
+    except (TypeError, ValueError):  # it is written in C, say
+        return ""
+    several = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    return next((one.name for one in parameters if one.default is one.empty and one.kind not in several), "")
+
+
 def check_divisible(optimizer: optim.Optimizer, *, whole_parameters: bool, rule: str = "Sharded") -> None:
     """Raise :class:`UpdateError` if ``optimizer`` cannot step on the pieces that ``rule`` would give it."""
     kind = type(optimizer)
     check_is_served(optimizer)
+    remedy = NOT_DIVIDED if rule == "Sharded" else "use an optimizer that treats each parameter by itself"
     is_replaced = kind in ELEMENTWISE and not is_torchs(kind)
     if kind in ELEMENTWISE and not is_replaced:
         return
     if is_replaced and not whole_parameters:
         raise UpdateError(
             f"{kind.__name__}.step was replaced on its class, and {rule}() would give it arbitrary pieces of "
-            f'parameters; use {rule}(align="parameter"), where it gets whole ones, or update=AllReduce()'
+            f'parameters; use {rule}(align="parameter"), where it gets whole ones, or {remedy.removeprefix("use ")}'
         )
     if why := why_not_independent(partial(make_inner, optimizer, 0)):
-        remedy = "update=AllReduce()" if rule == "Sharded" else "an optimizer that treats each parameter by itself"
         raise UpdateError(
             f"{rule}() gives each rank's optimizer a part of the parameters, which does not suit {kind.__name__}: "
-            f"{why}; use {remedy}"
+            f"{why}; {remedy}"
         )
     if not whole_parameters:
         names = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
@@ -137,7 +164,8 @@ def all_hyperparameters(optimizer: optim.Optimizer) -> tuple[dict[str, Any], ...
 # Whether an optimizer treats each parameter by itself, found out by letting it step small matrices.
 #
 # One that looks at all of its parameters (clips by their common norm, adapts one rate to all) would, given the
-# parameters that a rank owns, step otherwise on each rank and not as one process does, and nothing would show it.
+# parameters that a rank owns, step otherwise on each rank and not as one process does, and nothing would show it. Nor
+# would it where steps count in the group, which is given anew what the user's has before each step.
 
 _SHAPE = (4, 3)
 _SIZES = (1e-3, 1e3)
@@ -151,22 +179,25 @@ def why_not_independent(make: Make) -> str | None:
     """Say why an optimizer that ``make`` makes for parameters cannot step some of them by itself; None if it can."""
     try:
         with torch.random.fork_rng(devices=()), torch.enable_grad():
-            alone = _stepped(make, num_others=0)
-            among_others = _stepped(make, num_others=2)
+            alone, changed = _stepped(make, num_others=0)
+            among_others, _ = _stepped(make, num_others=2)
     except Exception as error:
         return f"its step() on two matrices raised {type(error).__name__}: {error}"
+    if changed:
+        return f"its step() changes {', '.join(changed)} of its parameter group, which is one for all ranks"
     if torch.equal(alone, among_others):
         return None
     return "what it makes of a parameter depends on the other parameters that it was given"
 
 
-def _stepped(make: Make, *, num_others: int) -> torch.Tensor:
-    """Return what a few steps, with gradients of every size, make of one matrix."""
-    values = []
+def _stepped(make: Make, *, num_others: int) -> tuple[torch.Tensor, list[str]]:
+    """Return what a few steps, with gradients of every size, make of one matrix; what of their group they change."""
+    values, changed = [], set[str]()
     for size in _SIZES:
         draw = torch.Generator().manual_seed(1)
         parameters = [torch.nn.Parameter(torch.randn(_SHAPE, generator=draw)) for _ in range(1 + num_others)]
         optimizer = make(parameters)
+        before = hyperparameters(optimizer, 0)
         for step in range(_NUM_STEPS):
             for number, parameter in enumerate(parameters):
                 draw = torch.Generator().manual_seed(10 * step + number)
@@ -174,4 +205,6 @@ def _stepped(make: Make, *, num_others: int) -> torch.Tensor:
             torch.manual_seed(step)
             optimizer.step()
         values.append(parameters[0].detach())
-    return torch.stack(values)
+        now = hyperparameters(optimizer, 0)
+        changed.update(name for name in before | now if repr(before.get(name)) != repr(now.get(name)))
+    return torch.stack(values), sorted(changed)

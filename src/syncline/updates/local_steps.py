@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Literal
 
+import torch
+
 from syncline.arguments import Count, check_fields
 from syncline.errors import ConfigurationError
 from syncline.schedule.period import USUAL
@@ -16,6 +18,7 @@ from syncline.updates.attendance import Grace
 from syncline.updates.combinations import COMPRESSED, OF_DIVIDING_PARTIES, OF_LOCAL_STEPS, Combination
 from syncline.updates.compression import Compress, compress
 from syncline.updates.elastic_local_steps import ElasticLocalStepsUpdater
+from syncline.updates.inner import check_is_real
 from syncline.updates.late_parties import GraceLocalStepsUpdater
 from syncline.updates.local_steps_updater import LocalStepsUpdater, Nesterov, Pace
 from syncline.updates.party import PartyRule
@@ -77,8 +80,8 @@ class LocalSteps(PartyRule):
     for ``period="auto"`` with ``outer`` or :class:`Grace`, and for it and ``pace="own"`` without ``overlap``, and from
     ``distribute()`` for a ``pace`` that leaves out a host, or a quorum of more parties than there are; that raises
     :class:`TopologyError` for parties that are not in the topology, and :class:`UpdateError` for an optimizer that
-    wants a closure. ``step()`` raises what a collective does, and, on every rank, that parameters of a rank are not
-    finite.
+    wants a closure, or complex parameters. ``step()`` raises what a collective does, and, on every rank, that
+    parameters of a rank are not finite.
 
     >>> model, optimizer = syncline.distribute(model, optimizer, syncline.LocalSteps(period=8))
     >>> model(x).sum().backward(); optimizer.step(); optimizer.end_period()
@@ -138,6 +141,11 @@ class LocalSteps(PartyRule):
                 'LocalSteps: pace="own" measures how long steps take while rounds pass under them, so it does not go '
                 "with overlap=False, which waits; give the speed of each host, as pace={'h0': 1.0, 'h1': 0.5}"
             )
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise :class:`UpdateError` for complex parameters, and what the rule ``within`` cannot serve."""
+        PartyRule.check(self, optimizer)
+        check_is_real(optimizer, "LocalSteps")
 
     @property
     def _can_be_measured(self) -> bool:

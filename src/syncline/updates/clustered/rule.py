@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from syncline.arguments import Count, Share, Whole, check_fields
-from syncline.errors import ConfigurationError
+from syncline.errors import ConfigurationError, UpdateError
 from syncline.machines.clustering import Inventory
 from syncline.machines.features import NETWORK, summarise
 from syncline.machines.measurement import read_machine
@@ -279,7 +279,8 @@ class ClusteredUpdater(PartyUpdater):
         self._num_batches = 0
         """Of this period."""
         self._samples = 0.0
-        self._present: Sequence[bool] = ()
+        self._present: Sequence[bool] | None = None
+        """The parameters that the last pass has used (by position); None before it."""
         self._samples_of_period = self._samples_of_term = 0.0
         self._pace = Pace(gpu=gpu, reads=reads)
         self._driver.start()
@@ -303,8 +304,14 @@ class ClusteredUpdater(PartyUpdater):
 
     def step(self) -> None:
         """Step on the cluster's mean; at the end of a period, also exchange."""
+        if self._present is None:
+            raise UpdateError(
+                "Clustered() steps on what a backward pass has brought, and there was none since the last step(), so "
+                "gradients that were written by hand would be dropped; call backward() (of a sum that has them as its "
+                "gradients), or use update=AllReduce()"
+            )
         self._batch(self._samples, is_pass=True)
-        self._samples = 0.0
+        self._samples, self._present = 0.0, None
         self.step_number += 1
 
     @property
@@ -371,7 +378,8 @@ class ClusteredUpdater(PartyUpdater):
             step_on = self._outer(mean)
         else:
             step_on = mean if self._period is None else self._period.step_on(mean)
-        if step_on is not None:
+        is_levelled = mean is None and not is_pass and self.record_schedule.averages
+        if step_on is not None and not is_levelled:  # where nobody had data parameters alone become equal
             if self._rule.is_served or step_on is not mean:
                 self._vectors.show(step_on, is_pass=is_pass)
             with self._driver.blaming_the_first():
@@ -382,7 +390,7 @@ class ClusteredUpdater(PartyUpdater):
 
     def _mean(self, samples: float, *, is_pass: bool) -> Vector | None:
         """Return the cluster's mean, or this rank's part of it; None if nobody had data."""
-        own = self._vectors.take(self._present) if is_pass else None
+        own = self._vectors.take(self._present or ()) if is_pass else None
         if not self._rule.is_served:
             self._count_samples(samples)
             return own if own is not None and bool(own.presence.any()) else None

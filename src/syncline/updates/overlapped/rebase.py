@@ -14,9 +14,10 @@ Since own steps are taken back, they may be made with whatever leads to where th
 gradient, but with a forecast of the global one, made of the own one and of the newest global one (:class:`Forecast`).
 
 A global gradient that stands for r iterations of the fleet makes r steps with an r-th of it; so does a run of own ones.
-Costs: a copy of parameters and optimizer state, and for each iteration about one more step of the optimizer and one for
-each that is still out (in one kernel for all parameters, where torch has it: :func:`stepping_at_once`). An own gradient
-that was late is taken back too: nothing remains of it.
+What a user writes to parameters between two steps is written to the base too, and so is optimizer state that is loaded.
+Costs: two copies of the parameters and one of the optimizer's state, and for each iteration about one more step of the
+optimizer and one for each that is still out (in one kernel for all parameters, where torch has it:
+:func:`stepping_at_once`). An own gradient that was late is taken back too: nothing remains of it.
 
 Simulated on digits (4 workers, Adam, 384 iterations, delay 1; synchronous, rebase, swap): mixed .232, .231, .441; split
 by label .220, .221, .384.
@@ -195,7 +196,11 @@ class Rebase:
         self._buckets = buckets
         self._optimizer = optimizer
         self._parameters = [bucket.parameters.clone() for bucket in buckets]
+        self._left = [bucket.parameters.clone() for bucket in buckets]
+        """The parameters as the last step left them: what they are not any more, the user has written."""
         self._state: dict[torch.nn.Parameter, dict[str, Any]] = {}
+        self._seen = optimizer.state
+        """Where the optimizer had its state; torch puts another one in its place when one is loaded."""
         self._forecasts = [Forecast() for _ in buckets]
         self._has_moved = False
         self._has_guessed = False
@@ -205,6 +210,12 @@ class Rebase:
         self._has_guessed = False
         for base, bucket in zip(self._parameters, self._buckets, strict=True):
             base.copy_(bucket.parameters)
+        self._keep_left()
+        self.take_state()
+
+    def take_state(self) -> None:
+        """Let the base have the optimizer's state as it is now."""
+        self._seen = self._optimizer.state
         self._state = {
             tensor: {key: copied(value) for key, value in self._optimizer.state[tensor].items()}
             for bucket in self._buckets
@@ -220,6 +231,7 @@ class Rebase:
         """
         if self._has_guessed:
             with torch.no_grad():
+                self._take_writes()
                 self._put_back(keeps_state=True)
                 self._make_steps(_means(own))
         if self._has_moved or self._has_guessed:
@@ -229,6 +241,7 @@ class Rebase:
     def step(self, pulled: Sequence[Pulled | None], own: Sequence[Runs]) -> None:
         """Make the step of an iteration, for each bucket with what was pulled and the own gradients that are out."""
         with torch.no_grad():
+            self._take_writes()
             if any(one is not None for one in pulled):
                 self._put_back()
                 self._has_moved = True
@@ -243,6 +256,19 @@ class Rebase:
                 self._optimizer.step()
             else:
                 self._optimizer.step()
+            self._keep_left()
+
+    def _take_writes(self) -> None:
+        """Let the base have what the user has written, or loaded, since the last step, as own steps do not stay."""
+        if self._optimizer.state is not self._seen:
+            self.take_state()
+        for base, left, bucket in zip(self._parameters, self._left, self._buckets, strict=True):
+            if not torch.equal(left, bucket.parameters):
+                base.add_(bucket.parameters - left)
+
+    def _keep_left(self) -> None:
+        for left, bucket in zip(self._left, self._buckets, strict=True):
+            left.copy_(bucket.parameters)
 
     def _learn(self, pulled: Sequence[Pulled | None]) -> None:
         for forecast, one in zip(self._forecasts, pulled, strict=True):

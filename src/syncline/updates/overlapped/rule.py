@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -13,12 +14,14 @@ from syncline.errors import ConfigurationError, UpdateError
 from syncline.schedule.replicas import find_parties
 from syncline.updates.bucket import Bucket, placed
 from syncline.updates.combinations import OF_INDEPENDENT_RANKS, WHOLE_STATE, Combination, one_gateway
+from syncline.updates.inner import check_is_real, is_torchs, make_inner, why_not_independent
 from syncline.updates.overlapped.link import BucketLayout, Feed
 from syncline.updates.overlapped.placement import DEDICATED, ServerLayout, place_relays, place_shards, server_ranks
 from syncline.updates.overlapped.rebase import Collect, Rebase
 from syncline.updates.overlapped.server_client import OverlappedStatistics, ServerClient
 from syncline.updates.report import PendingReport
 from syncline.updates.rule import MemberNews, NonfiniteOrigin, Setting, WholeRule, WholeUpdater
+from syncline.updates.state import StateSource
 
 Kind = Literal["swap", "rebase"]
 FRESH = 8
@@ -45,9 +48,10 @@ class Overlapped(WholeRule):
     ``optimizer.serve()`` stands in place of the training loop. ``rule``: ``"swap"`` replaces the own gradient by the
     global one in the sum that the optimizer is fed, which is right for plain SGD; ``"rebase"`` redoes own steps on top
     of the global ones, which is better wherever the optimizer keeps anything (momentum, Adam) as long as gradients are
-    fresh (see :mod:`.rebase`; it keeps a copy of parameters and optimizer state): one or two iterations late it takes
-    about as many samples as synchronous training, and rank 0 says after a minute where they are later. Default:
-    ``"swap"``, but ``"rebase"`` with momentum and optimizers other than SGD where ``max_staleness`` is at most 8.
+    fresh (see :mod:`.rebase`; it keeps two copies of the parameters and one of the state): one or two iterations late
+    it takes about as many samples as synchronous training, and rank 0 says after a minute where they are later.
+    Default: ``"swap"``, but ``"rebase"`` with momentum and optimizers other than SGD where ``max_staleness`` is at
+    most 8.
 
     ``max_staleness``: with more own iterations than that for which no global gradient has come, ``step()`` waits; 0 is
     synchronous training, None never waits. When too few workers live, each gets :class:`QuorumLostError`;
@@ -102,6 +106,18 @@ class Overlapped(WholeRule):
             raise ConfigurationError(f"Overlapped.literal: rule must be left out, not {literal.rule!r}")
         object.__setattr__(literal, "is_literal", True)
         return literal
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise :class:`UpdateError` for a closure, complex parameters, and steps that cannot be redone in part."""
+        WholeRule.check(self, optimizer)
+        check_is_real(optimizer, "Overlapped")
+        if self.kind(optimizer) != "rebase" or is_torchs(type(optimizer)):
+            return
+        if why := why_not_independent(partial(make_inner, optimizer, 0)):
+            raise UpdateError(
+                f'Overlapped(rule="rebase"), the default here, redoes steps of some parameters alone, which does not '
+                f'suit {type(optimizer).__name__}: {why}; use rule="swap", or update=AllReduce()'
+            )
 
     def start(self, setting: Setting) -> OverlappedUpdater:
         """Begin to work on a model, and to serve the buckets whose servers are here."""
@@ -193,6 +209,12 @@ class OverlappedUpdater(WholeUpdater):
             link.keep_start(bucket.parameters)
         if self._rebase is not None:
             self._rebase.begin()
+
+    def load_state(self, source: StateSource) -> None:
+        """Take the whole state, for steps that are redone too."""
+        super().load_state(source)
+        if self._rebase is not None:
+            self._rebase.take_state()
 
     @property
     def iteration(self) -> int:
