@@ -10,7 +10,7 @@ import torch
 
 import syncline
 from small_regression import batch, loss_of, make_adam, make_model, make_sgd, parameters_of
-from syncline.errors import SynclineError, UpdateError
+from syncline.errors import UpdateError
 from syncline.testing import run_ranks
 
 RULES: dict[str, Callable[[], Any]] = {
@@ -92,24 +92,42 @@ def test_an_end_of_a_period_is_no_step(rule: str, make: Any) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("within", [syncline.AllReduce(), syncline.Sharded(), syncline.updates.TemporaryServer()])
-@pytest.mark.parametrize("comes_after_a_pass", [False, True])
-def test_clusters_refuse_gradients_that_no_pass_has_brought(within: Any, comes_after_a_pass: bool) -> None:
-    def body(fleet: syncline.Fleet) -> None:
-        model = make_model()
-        rule = syncline.Clustered(period=4, clusters=2, within=within)
-        wrapped, optimizer = syncline.distribute(model, make_sgd(model.parameters()), rule, fleet=fleet)
-        if comes_after_a_pass:
-            loss_of(wrapped, *batch(fleet.rank, 0, 4)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+def train_by_hand(model: Any, optimizer: Any, *, passes: bool) -> torch.Tensor:
+    """Step on gradients that are put in the place of those of a pass, or written without one; twice on the last."""
+    for step in range(5):
+        if passes:
+            loss_of(model, *batch(0, step, 4)).backward()
         for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
+            parameter.grad = torch.full_like(parameter, step - 1.5)
         optimizer.step()
+    optimizer.step()
+    return parameters_of(model).clone()
 
-    errors = run_ranks(2, body, catch=SynclineError)
-    assert any("gradients that were written by hand would be dropped" in str(error) for error in errors)
-    assert all(isinstance(error, SynclineError) for error in errors)
+
+BY_HAND: dict[str, Callable[[], Any]] = {
+    **RULES,
+    "clusters, all-reduce": lambda: syncline.Clustered(period=4, clusters=2, within=syncline.AllReduce()),
+    "clusters of two": lambda: syncline.Clustered(period=4, clusters=1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Ranks 0 and 1 were given the same first batches")
+@pytest.mark.parametrize("rule", BY_HAND)
+@pytest.mark.parametrize("passes", [False, True])
+def test_gradients_that_are_written_are_stepped_on(rule: str, passes: bool) -> None:
+    model = make_model()
+    expected = train_by_hand(model, make_sgd(model.parameters()), passes=passes)
+
+    def body(fleet: syncline.Fleet) -> torch.Tensor:
+        model = make_model()
+        optimizer: Any = make_sgd(model.parameters())
+        model, optimizer = syncline.distribute(model, optimizer, BY_HAND[rule](), samples="batch", fleet=fleet)
+        train_by_hand(model, optimizer, passes=passes)
+        optimizer.end_period()
+        return parameters_of(model).clone()
+
+    for found in run_ranks(2, body):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("rule", [syncline.LocalSteps(), syncline.Overlapped()])

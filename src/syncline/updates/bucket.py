@@ -343,3 +343,16 @@ def _plan(index: int, members: list[int], entries: Sequence[ParameterEntry]) -> 
         start = stop
     first = entries[members[0]]
     return BucketPlan(index=index, group=first.group, dtype=first.dtype, device=first.device, slots=tuple(slots))
+
+
+def take_written(buckets: Sequence[Bucket]) -> list[bool]:
+    """Take gradients that the user has put in the place of those of a pass, or written without one.
+
+    Return which parameters have one (by position).
+    """
+    present = [False] * sum(len(bucket.plan.slots) for bucket in buckets)
+    for bucket, slot, tensor in placed(buckets):
+        present[slot.position] = tensor.grad is not None
+        if tensor.grad is not None and tensor.grad.data_ptr() != bucket.gradient(slot).data_ptr():
+            bucket.gradient(slot).copy_(tensor.grad)
+    return present

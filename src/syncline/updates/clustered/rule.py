@@ -12,14 +12,14 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from syncline.arguments import Count, Share, Whole, check_fields
-from syncline.errors import ConfigurationError, UpdateError
+from syncline.errors import ConfigurationError
 from syncline.machines.clustering import Inventory
 from syncline.machines.features import NETWORK, summarise
 from syncline.machines.measurement import read_machine
 from syncline.members.job_record import NO_FLAGS
 from syncline.topology import Topology
 from syncline.updates.allreduce import AllReduce
-from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket
+from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, Bucket, take_written
 from syncline.updates.clustered.driver import ClusterDriver, ClusteredStatistics, mean_of
 from syncline.updates.clustered.gradients import DividedGradientVectors, GradientVectors
 from syncline.updates.clustered.grouping import ClusterChoice, Pace, Start, regroup
@@ -278,9 +278,9 @@ class ClusteredUpdater(PartyUpdater):
         self._position = 0
         self._num_batches = 0
         """Of this period."""
-        self._samples = 0.0
-        self._present: Sequence[bool] | None = None
-        """The parameters that the last pass has used (by position); None before it."""
+        self._samples = 1.0
+        """Behind the gradients; a batch of them that no pass has brought counts as one."""
+        self._present: Sequence[bool] = ()
         self._samples_of_period = self._samples_of_term = 0.0
         self._pace = Pace(gpu=gpu, reads=reads)
         self._driver.start()
@@ -304,14 +304,9 @@ class ClusteredUpdater(PartyUpdater):
 
     def step(self) -> None:
         """Step on the cluster's mean; at the end of a period, also exchange."""
-        if self._present is None:
-            raise UpdateError(
-                "Clustered() steps on what a backward pass has brought, and there was none since the last step(), so "
-                "gradients that were written by hand would be dropped; call backward() (of a sum that has them as its "
-                "gradients), or use update=AllReduce()"
-            )
+        if not self.divides_gradients:
+            self._present = take_written(self.buckets)
         self._batch(self._samples, is_pass=True)
-        self._samples, self._present = 0.0, None
         self.step_number += 1
 
     @property
@@ -390,7 +385,7 @@ class ClusteredUpdater(PartyUpdater):
 
     def _mean(self, samples: float, *, is_pass: bool) -> Vector | None:
         """Return the cluster's mean, or this rank's part of it; None if nobody had data."""
-        own = self._vectors.take(self._present or ()) if is_pass else None
+        own = self._vectors.take(self._present) if is_pass else None
         if not self._rule.is_served:
             self._count_samples(samples)
             return own if own is not None and bool(own.presence.any()) else None

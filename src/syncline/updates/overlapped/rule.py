@@ -12,7 +12,7 @@ import torch
 from syncline.arguments import Count, Whole, check_fields
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.schedule.replicas import find_parties
-from syncline.updates.bucket import Bucket, placed
+from syncline.updates.bucket import Bucket, placed, take_written
 from syncline.updates.combinations import OF_INDEPENDENT_RANKS, WHOLE_STATE, Combination, one_gateway
 from syncline.updates.inner import check_is_real, is_torchs, make_inner, why_not_independent
 from syncline.updates.overlapped.link import BucketLayout, Feed
@@ -277,6 +277,7 @@ class OverlappedUpdater(WholeUpdater):
         if self._nonfinite and not self._has_told_nonfinite:
             self._has_told_nonfinite = True
             self.client.tell_nonfinite(self.iteration + 1, self._nonfinite - 1)
+        take_written(self.buckets)
         self.client.step([bucket.gradients for bucket in self.buckets], weight=self._weight)
         if self._rebase is None:
             self._show_gradients()
