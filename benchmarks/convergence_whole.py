@@ -33,7 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncline
 from syncline.bench.convergence import METHODS, NETWORKS, REFERENCE, Learning, Method, find_network, load_trainings
-from syncline.bench.ranks.learning import TASKS, LearningTask, make_rule
+from syncline.bench.ranks.learning import make_rule
+from syncline.bench.ranks.tasks import TASKS, LearningTask
 from syncline.cli.convergence import StepPredictor
 from syncline.cli.launcher.scratch import shared_secret
 from syncline.lab import operations

@@ -26,7 +26,7 @@ from syncline.bench.convergence import (
     find_network,
     load_trainings,
 )
-from syncline.bench.ranks import learning
+from syncline.bench.ranks import learning, tasks
 from syncline.bench.ranks.local_servers import Server, learn_with_servers
 from syncline.cli import bench
 from syncline.cli.convergence import MOST_STALE, Plan, StepPredictor, Trainings
@@ -45,7 +45,7 @@ def tiny_task(rank, num_ranks, seed):
         inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + 10 * seed + rank))
         return inputs, inputs.sum(1, keepdim=True)
 
-    return learning.LearningTask(
+    return tasks.LearningTask(
         model=nn.Linear(8, 1),
         make_optimizer=partial(torch.optim.SGD, lr=0.05),
         draw=draw,
@@ -314,13 +314,13 @@ def test_a_network_of_one_rank_is_refused(tmp_path):
 def test_digits_without_scikit_learn_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ConfigurationError, match="pip install scikit-learn, or say --task gpt"):
-        learning.TASKS["digits-mixed"](0, 2, 0)
+        tasks.TASKS["digits-mixed"](0, 2, 0)
 
 
 @pytest.mark.parametrize("name", ["digits-by-label", "convolution"])
 def test_digits_are_divided_among_the_ranks(name):
-    tasks = [learning.TASKS[name](rank, 4, 0) for rank in range(4)]
-    labels = [set(torch.cat([task.draw(step)[1] for step in range(20)]).tolist()) for task in tasks]
+    made = [tasks.TASKS[name](rank, 4, 0) for rank in range(4)]
+    labels = [set(torch.cat([task.draw(step)[1] for step in range(20)]).tolist()) for task in made]
     assert all(len(each) <= 4 for each in labels) == (name == "digits-by-label")
-    inputs, targets = tasks[0].draw(0)
-    assert torch.isfinite(tasks[0].loss(tasks[0].model, inputs, targets))
+    inputs, targets = made[0].draw(0)
+    assert torch.isfinite(made[0].loss(made[0].model, inputs, targets))

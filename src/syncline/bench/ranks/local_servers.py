@@ -18,17 +18,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from syncline.bench.convergence import Learning, Method, sites_of
+from syncline.bench.ranks.tasks import LearningTask
 from syncline.topology import Topology
-
-if TYPE_CHECKING:
-    from syncline.bench.ranks.learning import LearningTask
 
 MERGED = 0.25
 """The weight of the global parameters in a site's."""
