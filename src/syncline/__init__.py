@@ -20,6 +20,13 @@ if "torch" in sys.modules:  # else torch does it by the entry point, when it is 
     import_module("syncline.backend.registration").register()
 
 if TYPE_CHECKING:
+    from syncline import (
+        fabric as fabric,
+        runtime as runtime,
+        schedule as schedule,
+        topology as topology,
+        updates as updates,
+    )
     from syncline.backend.compressing import GroupCodec as GroupCodec, compress_group as compress_group
     from syncline.backend.huggingface import huggingface as huggingface
     from syncline.backend.reconfiguration import (
@@ -119,14 +126,19 @@ _NAMES = {
     ),
 }
 
+_ROOMS = ("fabric", "lightning", "ray", "runtime", "schedule", "topology", "updates")
+"""Packages and modules of other public names, which are written with their room: ``syncline.updates.matrix_cost``."""
+
 __all__ = [name for text in ("data", *_NAMES.values()) for name in text.split()]
 _load = late_names(__name__, _NAMES)
 
 
 def __getattr__(name: str) -> object:
-    """Load a public name from its home, or the public module."""
+    """Load a public name from its home, or a public module."""
     if name == "__version__":
         return import_module("importlib.metadata").version("syncline")
+    if name in _ROOMS:
+        return import_module(f"syncline.{name}")
     return import_module("syncline.pytorch.data") if name == "data" else _load(name)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from syncline.errors import ConfigurationError, UpdateError
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
-from syncline.updates import AllReduce, Overlapped, Sharded, UpdateRule
+from syncline.updates import AllReduce, Grace, LocalSteps, Overlapped, Sharded, UpdateRule
 
 RULES: dict[str, UpdateRule] = {
     "sharded": Sharded(bucket_bytes=300),
@@ -146,7 +146,12 @@ def test_when_it_cannot_be_called(run_fleets: Any) -> None:
             optimizer.contribute({}, 1)
         for how, rule, message in (
             (None, None, 'every rank that runs a backward pass counts 1; write .* samples="batch"'),
-            ("batch", Overlapped(), "for rules in which every rank makes every step, not OverlappedUpdater"),
+            ("batch", LocalSteps(pace=Grace()), r"every step, not LocalSteps\(\); use AllReduce\(\) or Sharded\(\)"),
+            (
+                "batch",
+                Overlapped(),
+                r"for rules in which every rank makes every step, not Overlapped\(\); use AllReduce",
+            ),
         ):
             model = nn.Linear(1, 1)
             plain = torch.optim.SGD(model.parameters(), lr=1.0)

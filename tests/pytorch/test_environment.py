@@ -116,6 +116,13 @@ def test_the_public_face_loads_torch_late() -> None:
         _ = syncline.nothing
 
 
+def test_public_rooms_are_there_when_they_are_first_named() -> None:
+    code = (
+        "import syncline; syncline.updates.TemporaryServer(), syncline.updates.matrix_cost, syncline.schedule.PLANNERS"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_only_hosts_that_reach_each_other_over_a_network_are_measured() -> None:
     pair = syncline.Topology.flat_on(["a", "b"])
     assert is_discoverable(pair, "10.0.0.1")

@@ -17,7 +17,7 @@ from syncline.pytorch.control import batch_size, clip_grad_norm_, no_sync, synch
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.optimizer import DistributedOptimizer
-from syncline.updates import AllReduce, Sharded, UpdateRule
+from syncline.updates import AllReduce, LocalSteps, Sharded, UpdateRule
 
 RULES: list[UpdateRule] = [Sharded(bucket_bytes=1000), AllReduce(bucket_bytes=1000)]
 by_rule = pytest.mark.parametrize("rule", RULES, ids=["sharded", "all_reduce"])
@@ -430,6 +430,23 @@ def test_what_no_rank_can_do_alone_is_refused_by_name(
             change(model.weight)
 
     run_fleets(1, body)
+
+
+def test_within_another_rule_the_remedy_keeps_that_rule(run_fleets: Any) -> None:
+    def body(fleet: Fleet) -> None:
+        model = nn.Linear(3, 2, bias=False)
+        rule = LocalSteps(parties=0, within=Sharded())
+        model, optimizer = distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), rule, fleet=fleet)
+        model(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(
+            UpdateError, match=r"needs a whole gradient.* within=AllReduce\(\), if Sharded\(\) is within"
+        ):
+            model.weight.grad.mean()
+        model.weight.grad = torch.ones(2, 3)
+        with pytest.raises(UpdateError, match=r"was replaced after backward.* within=AllReduce\(\), if Sharded\(\) is"):
+            optimizer.step()
+
+    run_fleets(2, body)
 
 
 @by_rule

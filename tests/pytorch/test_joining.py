@@ -13,7 +13,7 @@ from syncline.errors import UpdateError
 from syncline.pytorch.control import join
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
-from syncline.updates import AllReduce, Overlapped, Sharded, UpdateRule
+from syncline.updates import AllReduce, Clustered, Grace, LocalSteps, Overlapped, Sharded, UpdateRule
 
 RULES: dict[str, UpdateRule] = {
     "sharded": Sharded(bucket_bytes=300),
@@ -104,11 +104,14 @@ def test_an_error_within_leaves_at_once(run_fleets: Any) -> None:
         run_fleets(2, body)
 
 
-def test_rules_of_which_ranks_need_not_join_are_refused(run_fleets: Any) -> None:
+@pytest.mark.parametrize("rule", [Overlapped(period=4), LocalSteps(), LocalSteps(pace=Grace()), Clustered()])
+def test_rules_of_which_ranks_need_not_join_are_refused(rule: UpdateRule, run_fleets: Any) -> None:
+    message = rf"every rank makes every step; with {type(rule).__name__}\(\) ranks need not"
+
     def body(fleet: Fleet) -> None:
         model = nn.Linear(2, 2)
-        model, _ = distribute(model, make(model), Overlapped(period=4), fleet=fleet)
-        with pytest.raises(UpdateError, match="every rank makes every step"), join(model):
+        model, _ = distribute(model, make(model), rule, fleet=fleet)
+        with pytest.raises(UpdateError, match=message), join(model):
             pass
 
     run_fleets(2, body)

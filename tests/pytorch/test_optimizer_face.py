@@ -249,10 +249,72 @@ def test_parameters_that_are_unfrozen_later_are_refused(rule: UpdateRule, run_fl
         model, optimizer = distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), rule, fleet=fleet)
         model[1].requires_grad_(True)
         model(torch.ones(1, 2)).sum().backward()
-        with pytest.raises(UpdateError, match="frozen at distribute"):
+        with pytest.raises(UpdateError, match=r"Parameter '1\.weight' was frozen at distribute"):
             optimizer.step()
 
     run_fleets(2, body)
+
+
+@by_rule
+@pytest.mark.parametrize("in_second", [False, True])
+def test_what_is_unfrozen_later_trains_as_the_error_says(rule: UpdateRule, in_second: bool, run_fleets: Any) -> None:
+    batches = CASE.batches(4, sum(PARTS))
+    reference = CASE.make()
+    models = copies(reference, 2)
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1)
+
+    def train(model: nn.Module, take: Callable[[torch.optim.Optimizer], Any], of: Callable[[Any], Any]) -> None:
+        first, *others = model.parameters()
+        first.requires_grad_(not in_second)
+        optimizers = [take(make(others if in_second else model.parameters()))]
+        first.requires_grad_(False)
+        for number, batch in enumerate(batches):
+            if number == 2:
+                first.requires_grad_(True)
+                optimizers += [take(make([first]))] if in_second else []
+            loss_of(model, *of(batch)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def body(fleet: Fleet) -> None:
+        model = models[fleet.rank]
+        train(
+            model,
+            lambda optimizer: distribute(model, optimizer, rule, samples="batch", fleet=fleet)[1],
+            lambda batch: parts(batch, fleet.rank),
+        )
+        synchronize(model)
+
+    train(reference, lambda optimizer: optimizer, lambda batch: batch)
+    run_fleets(2, body)
+    check_same(models, reference)
+
+
+def test_an_optimizer_that_fails_without_the_closure_is_told_why_it_got_none(run_fleets: Any) -> None:
+    class Sharpness(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            assert closure is not None, "a closure is needed"
+            return super().step(closure)
+
+    def body(fleet: Fleet) -> None:
+        model = nn.Linear(2, 2)
+        model, optimizer = distribute(model, Sharpness(model.parameters(), lr=0.1), LocalSteps(), fleet=fleet)
+
+        def closure() -> torch.Tensor:
+            loss: torch.Tensor = model(torch.ones(1, 2)).sum()
+            loss.backward()
+            return loss
+
+        with pytest.raises(AssertionError, match="a closure is needed") as caught:
+            optimizer.step(closure)
+        (note,) = caught.value.__notes__
+        assert note.startswith("With LocalSteps() the closure is evaluated once, before the step, and Sharpness.step()")
+        assert note.endswith("is served by update=AllReduce()")
+
+    run_fleets(1, body)
 
 
 def test_ranks_with_different_models_are_told_the_difference(run_fleets: Any) -> None:

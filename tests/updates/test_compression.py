@@ -94,6 +94,48 @@ def test_errors_are_in_checkpoints(tmp_path, rule) -> None:
     assert not torch.equal(plain[0], expected[0])
 
 
+@pytest.mark.parametrize(
+    ("name", "compress", "options"),
+    [
+        ("two sites", "int8", {}),
+        ("hosts", "int4", {}),
+        ("three sites", "bf16", {"align": "parameter"}),
+        ("two sites", "int8", {"overlap_forward": True}),
+    ],
+    ids=str,
+)
+def test_state_dict_is_exact_and_leaves_the_codes_as_they_are(tmp_path, name, compress, options) -> None:
+    topology = TOPOLOGIES[name]
+
+    def train(fleet, is_asked):
+        model = nn.Linear(7, 5)
+        nn.init.ones_(model.weight), nn.init.ones_(model.bias)
+        rule = Sharded(compress=compress, **options)
+        model, optimizer = distribute(model, torch.optim.Adam(model.parameters(), lr=0.1), rule, fleet=fleet)
+        whole = None
+        for number in range(4):
+            inputs = torch.linspace(-1, 1, 7) * (1 + fleet.rank + number)
+            model(inputs).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if is_asked and number == 2:
+                whole = optimizer.state_dict()
+                save_checkpoint(tmp_path / "saved", model, optimizer)
+        optimizer.synchronize()
+        return whole, [one.detach().clone() for one in model.parameters()]
+
+    found = run_fleets(topology, lambda fleet: train(fleet, is_asked=True))
+    without = run_fleets(topology, lambda fleet: train(fleet, is_asked=False))
+    plain = torch.optim.Adam(nn.Linear(7, 5).parameters())
+    load_checkpoint(tmp_path / "saved", (model := nn.Linear(7, 5)), (saved := torch.optim.Adam(model.parameters())))
+    for (whole, parameters), (_, expected) in zip(found, without, strict=True):
+        plain.load_state_dict(whole)
+        for mine, theirs in zip(plain.state.values(), saved.state.values(), strict=True):
+            assert mine.keys() == theirs.keys() == {"step", "exp_avg", "exp_avg_sq"}
+            assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+        assert all(map(torch.equal, parameters, expected))
+
+
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_each_element_has_one_collector_in_each_site(name: str) -> None:
     topology = TOPOLOGIES[name]

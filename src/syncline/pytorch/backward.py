@@ -127,7 +127,8 @@ class GradientCollector:
         """Let the next pass of this rank bring these too: means over so many samples."""
         if not self._updater.is_synchronous:
             raise UpdateError(
-                f"contribute() is for rules in which every rank makes every step, not {type(self._updater).__name__}"
+                f"contribute() is for rules in which every rank makes every step, not {self._updater.rule_name}(); use "
+                "AllReduce() or Sharded()"
             )
         if not self._samples.is_counting:
             raise UpdateError(

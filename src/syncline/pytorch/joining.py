@@ -32,8 +32,8 @@ def check_join(updater: Updater, model: nn.Module, *, is_joining: bool) -> None:
     """Raise :class:`UpdateError` where ranks cannot make different numbers of steps; ``is_joining``: they do now."""
     if not updater.is_synchronous:
         raise UpdateError(
-            f"join() is for rules in which every rank makes every step; with {type(updater).__name__} ranks "
-            "need not make the same number of steps"
+            f"join() is for rules in which every rank makes every step; with {updater.rule_name}() ranks need "
+            "not make the same number of steps"
         )
     check_joinable(model)
     if updater.is_elastic:

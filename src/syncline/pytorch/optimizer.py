@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import torch
 
@@ -24,7 +24,11 @@ from syncline.pytorch.training import Training
 from syncline.runtime.control import Tally
 from syncline.runtime.failures import STEP
 from syncline.updates.class_tuner import TunerStatistics
+from syncline.updates.inner import NOT_DIVIDED
 from syncline.updates.private_torch import call_state_hooks, call_with_step_hooks, note_step
+
+_MODES = frozenset({"train", "eval"})
+"""Methods of schedule-free optimizers, which have other parameters in evaluation than in training."""
 
 
 class Growing(Protocol):
@@ -365,6 +369,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.growing.end_step()
         elif self._elastic is not None and not self.training.updater.is_synchronous:
             self._elastic.end_step()
+
+    if not TYPE_CHECKING:  # which would take any attribute for one that is there
+
+        def __getattr__(self, name: str) -> Any:
+            """Offer ``train()`` and ``eval()`` of the user's optimizer, if it has them (schedule-free ones do).
+
+            Other methods of its own are not: one that steps would step this rank alone.
+            """
+            if name in _MODES and hasattr(self.inner, name):
+                return partial(self._switch, name)
+            return super().__getattribute__(name)  # which raises as it just did
+
+    def _switch(self, mode: str, *args: Any, **options: Any) -> Any:
+        """Let the user's optimizer write other values into the parameters, for evaluation or for training."""
+        if self.training.updater.divides_gradients:
+            raise UpdateError(
+                f"optimizer.{mode}() of {type(self.inner).__name__} would need its whole state, of which each rank has "
+                f"a part with Sharded(); {NOT_DIVIDED}"
+            )
+        self.synchronize()
+        return getattr(self.inner, mode)(*args, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002 - refused, whatever it is
         """Raise :class:`UpdateError`: buckets are made once."""

@@ -14,7 +14,7 @@ from syncline.schedule import Collective
 from syncline.updates import Updater
 from syncline.updates.bucket import Bucket, placed
 from syncline.updates.control import every_rank
-from syncline.updates.inner import options_of
+from syncline.updates.inner import NOT_DIVIDED, options_of
 from syncline.updates.state import (
     VELOCITY,
     ChosenState,
@@ -117,7 +117,7 @@ class _ReadOnlyState(UserDict[Any, Any]):
         raise UpdateError(
             "optimizer.state cannot be changed with Sharded(), whose ranks each keep a part of the state, where nobody "
             "reads this; give a whole state to optimizer.load_state_dict(...), on every rank, keep values of your own "
-            "in a dict of your own, or use update=AllReduce()"
+            f"in a dict of your own, or {NOT_DIVIDED}"
         )
 
     __delitem__ = __ior__ = __setitem__  # which refuse as well
@@ -155,7 +155,7 @@ class _DividedState(_ReadOnlyState):
     def _refuse_to_read(self, key: object) -> NoReturn:
         raise UpdateError(
             f"The optimizer state {key!r} of {self._parameter!r} is divided between the ranks with Sharded(); "
-            "optimizer.state_dict() returns it whole (every rank calls it), and AllReduce() keeps it whole"
+            f"optimizer.state_dict() returns it whole (every rank calls it); to keep it whole, {NOT_DIVIDED}"
         )
 
 
@@ -189,5 +189,5 @@ def _gather_bucket(
         if entry.key == key and entry.parameter in starts and entry.start is not None and entry.stop is not None:
             base = starts[entry.parameter]
             flat[base + entry.start : base + entry.stop] = entry.value
-    updater.collectives.start(bucket, Collective.ALL_GATHER, None, values=flat).wait()
+    updater.collectives.start(bucket, Collective.ALL_GATHER, None, values=flat, is_exact=True).wait()
     return flat.to(bucket.plan.device)

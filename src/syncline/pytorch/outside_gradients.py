@@ -90,7 +90,7 @@ class OutsideGradients:
             return False
         name, updater = self._current[parameter], self._updater
         if not updater.is_synchronous or updater.is_elastic:
-            why = "elastic=True" if updater.is_elastic else f"{type(updater).__name__.removesuffix('Updater')}()"
+            why = "elastic=True" if updater.is_elastic else f"{updater.rule_name}()"
             raise UpdateError(
                 f"Parameter {name!r} got a gradient, but no optimizer that was given to distribute() has it, and with "
                 f"{why} its gradient would stay this rank's own; call requires_grad_(False) of it, give it to the "

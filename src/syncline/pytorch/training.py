@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from syncline.errors import UpdateError
+from syncline.errors import SynclineError, UpdateError
 from syncline.fabric.progress import FORWARD
 from syncline.pytorch.backward import GradientCollector, SparseGradients
 from syncline.pytorch.buffers import BufferBroadcast
@@ -28,6 +28,7 @@ from syncline.pytorch.watch import StepWatch
 from syncline.updates import Updater
 from syncline.updates.class_tuner import ClassTuner
 from syncline.updates.control import ControlStream
+from syncline.updates.inner import NOT_DIVIDED
 from syncline.updates.private_torch import backward_pass, is_compiled
 from syncline.updates.report import PendingReport
 
@@ -159,10 +160,10 @@ class Training:
         check_in_place(self.updater.buckets)
         self._check_unwritten()
         self._check_groups()
-        loss, is_idle = None, False
+        loss, is_idle, is_evaluated = None, False, False
         if closure is not None and not self.updater.takes_closures:
             with torch.enable_grad():
-                loss, closure = closure(), None
+                loss, closure, is_evaluated = closure(), None, True
         if closure is None:
             is_idle = self._make_complete()
         elif self._joining is not None:
@@ -172,7 +173,12 @@ class Training:
             )
         if self._joining is not None:
             self._joining.announce_step()
-        inner_loss = self._step(closure)
+        try:
+            inner_loss = self._step(closure)
+        except Exception as error:
+            if is_evaluated and not isinstance(error, SynclineError):
+                error.add_note(self._why_no_closure())
+            raise
         if is_idle:
             self.zero_grad()  # there were none before, so the next backward pass must not add to those of the others
         return inner_loss if loss is None else loss
@@ -413,6 +419,14 @@ class Training:
         self._buffers.end_step()
         self._buffers.finish()  # what the loop writes into a buffer from here on must not be overwritten
 
+    def _why_no_closure(self) -> str:
+        """Say why the user's optimizer was given none, though they gave one: it may have failed by that."""
+        name = type(self.updater.optimizer).__name__
+        return (
+            f"With {self.updater.rule_name}() the closure is evaluated once, before the step, and {name}.step() is "
+            "called without it; an optimizer that evaluates it itself is served by update=AllReduce()"
+        )
+
     def _check_unwritten(self) -> None:
         if self._after_pass is not None and not self._after_pass.is_same_as(WriteStatus.take(self.updater.buckets)):
             raise UpdateError(
@@ -426,15 +440,16 @@ class Training:
             for parameter in group["params"]:
                 if parameter.requires_grad and parameter not in self.tensors and parameter.numel():
                     raise UpdateError(
-                        f"A parameter of shape {tuple(parameter.shape)} was frozen at distribute() and requires a "
-                        "gradient now; unfreeze parameters before distribute(), or give these to it in a second "
-                        "optimizer"
+                        f"{_describe(parameter, self.model)} was frozen at distribute() and requires a gradient now. "
+                        "Unfreeze it before distribute(), and freeze it again after that until it is to be trained; or "
+                        "leave it out of this optimizer, and distribute() the model with a second one, which has it, "
+                        "once it is unfrozen"
                     )
         # Where ranks have whole gradients the user's optimizer decides what it steps; else nobody reads the lists.
         if self.updater.divides_gradients and _parameters_of(self.updater.optimizer) != self._grouped:
             raise UpdateError(
                 "The list of parameters in a group of optimizer.param_groups was changed after distribute(), which "
-                "Sharded() cannot follow; freeze a parameter by dropping its gradient, or use update=AllReduce()"
+                f"Sharded() cannot follow; freeze a parameter by dropping its gradient, or {NOT_DIVIDED}"
             )
 
     def check_open(self) -> None:
@@ -451,6 +466,12 @@ def _watch_steps(updater: Updater, notice: Callable[[], Notice]) -> StepWatch:
         notice=notice,
         heard=lambda: updater.nonfinite_origin,
     )
+
+
+def _describe(parameter: nn.Parameter, model: nn.Module) -> str:
+    """Say which parameter of the model it is, or what it looks like if it is none of them."""
+    name = next((name for name, one in model.named_parameters(remove_duplicate=False) if one is parameter), None)
+    return f"A parameter of shape {tuple(parameter.shape)}" if name is None else f"Parameter {name!r}"
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[list[int]]:

@@ -125,11 +125,13 @@ class BucketCollectives:
         step: int | None,
         *,
         values: torch.Tensor | None = None,
+        is_exact: bool = False,
     ) -> Work:
         """Begin to move a bucket: to sum its gradients over all ranks, or to gather its parameters from their owners.
 
         After a reduce-scatter each range of the sum is at its owner, and the rest is spoilt. ``values`` are moved in
-        place of the bucket's own, one for each of its elements; a plan has none.
+        place of the bucket's own, one for each of its elements; a plan has none. With ``is_exact`` they are
+        not coded where others are: optimizer state has neither earlier values, nor a share in what codes lack.
 
         Gradients go in backward order, as they begin and since nothing waits for single buckets, and before all
         parameters, which go in forward order. Some gradients are left over at the end of a backward pass only where
@@ -145,7 +147,7 @@ class BucketCollectives:
             assert isinstance(bucket, Bucket), "a plan has no values"
             values = bucket.wire_parameters if is_gather else bucket.wire_gradients
             copy = bucket.parameter_copy if is_gather else bucket.gradient_copy
-        if self.crossing is not None:
+        if self.crossing is not None and not is_exact:
             if copy is not None:
                 copy.wait()
             if (work := self.crossing.start(index, collective, step, values)) is not None:

@@ -165,6 +165,12 @@ class Updater(ABC):
     """Whether each rank has only its own part of the combined gradients, which :attr:`divided_gradients` stands for."""
 
     @property
+    def rule_name(self) -> str:
+        """What users call its rule, for errors: variants, as in elastic jobs, have the same with a word before it."""
+        names = [kind.__name__.removesuffix("Updater") for kind in type(self).__mro__]
+        return min((name for name in names if name and names[0].endswith(name)), key=len, default="this rule")
+
+    @property
     def reporting_ranks(self) -> Sequence[int]:
         """The ranks that tell each other of every pass: all, or this one alone."""
         return range(self.collectives.world_size) if self.is_synchronous else (self.collectives.rank,)
