@@ -1,6 +1,7 @@
 """``syncline advise``: the order of rules and their figures, against ``plan``, formulas and changed networks."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,7 +17,7 @@ from syncline.cli.plan import compare_planners
 from syncline.cli.processors import Processors
 from syncline.cli.step_plan import plan_replicas, plan_step
 from syncline.errors import ConfigurationError, SynclineError
-from syncline.pytorch.model_profile import measure_model, measure_stepping
+from syncline.pytorch.model_profile import measure_model, measure_stepping, tell_scatter
 from syncline.runtime.plans import Plans
 from syncline.schedule import PLANNERS, Collective, CostModel, predict
 from syncline.schedule.cost import predicted_slice_bytes
@@ -352,12 +353,39 @@ def without_gradient():
 """
 
 
-def test_what_a_model_keeps_busy_is_measured_and_who_sleeps_is_not(tmp_path):
+@pytest.fixture(autouse=True)
+def search_path(monkeypatch):
+    """What models add to the search path of modules ends with the test."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+def test_who_computes_keeps_a_core_busy_however_long_its_passes_were_held_up(tmp_path):
     (tmp_path / "sleepy.py").write_text(SLEEPY)
-    assert 0 < measure_model(f"{tmp_path}/sleepy.py:make").num_busy_cores < 0.5
-    assert measure_model(f"{tmp_path}/sleepy.py:without_gradient").num_busy_cores > 0
+    assert measure_model(f"{tmp_path}/sleepy.py:make").num_busy_cores == 1.0
+    assert measure_model(f"{tmp_path}/sleepy.py:without_gradient").num_busy_cores >= 1.0
     assert measure_model(f"{tmp_path}/sleepy.py:make").stages == ()
     assert 0 < measure_stepping() < 1e-6
+
+
+def test_passes_that_scatter_widely_are_told(capsys):
+    tell_scatter([1.0, 1.4, 1.1, 1.2, 9.0])
+    assert not capsys.readouterr().err
+    tell_scatter([1.0, 1.6, 1.1, 1.8, 9.0])
+    assert "forward passes took 1 s to 9 s, so this machine is probably busy" in capsys.readouterr().err
+
+
+BROKEN = "import torch\nimport {0}\ndef make():\n    return torch.nn.Linear(4, 4), torch.ones(1, 5)\n"
+
+
+def test_a_module_is_found_where_python_finds_it_and_a_pass_that_fails_is_no_traceback(tmp_path, monkeypatch):
+    (tmp_path / "found_beside.py").touch()
+    (tmp_path / "found_here.py").write_text(BROKEN.format("found_beside"))
+    failed = "the forward pass of '.*found_here.*:make' failed: RuntimeError: "
+    with pytest.raises(ConfigurationError, match=failed):
+        measure_model(f"{tmp_path}/found_here.py:make")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=failed):
+        measure_model("found_here:make")
 
 
 STAGES = """
@@ -410,6 +438,11 @@ def test_the_table_fits_into_80_columns_and_gateways_leave_out_what_cannot_keep_
     shown = console.export_text()
     assert "…" not in shown
     assert "samples/s" in shown
+    narrow = Console(record=True, width=60)
+    show(advice, 16, None, narrow)
+    cells = re.sub(r"\s", "", narrow.export_text())
+    assert "…" not in cells
+    assert format_duration(advice.best.step_s).split()[0] in cells
     assert all(word not in shown for word in (RING, "int8"))
 
 

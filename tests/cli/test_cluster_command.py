@@ -61,12 +61,15 @@ def test_a_narrow_terminal_shows_whole_names(tmp_path: Path) -> None:
 def test_this_machine() -> None:
     result = runner.invoke(app, ["--here"])
     assert result.output.startswith("features: {cpu_hz:") or "memory_bytes:" in result.output
+    told = json.loads(runner.invoke(app, ["--here", "--json"]).output)
+    assert all(value > 0 for value in told["features"].values())
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         [],
+        ["two-sites", "--here"],
         ["two-sites", "--weight", "site"],
         ["two-sites", "--feature", "moon"],
         ["two-sites", "--tolerance", "nan"],

@@ -12,7 +12,8 @@ import pytest
 from rank_scripts import forked_python, run_python
 from syncline.bench.rows import COMPUTE_ALONE, Row
 from syncline.bench.task import Pace
-from syncline.cli.demo import choose_network, compare, comparison_table, explain, make_folder
+from syncline.cli.commands import make_folder
+from syncline.cli.demo import choose_network, compare, comparison_table, explain
 from syncline.demo import Update
 from syncline.errors import ConfigurationError, LabError
 from syncline.lab import operations
@@ -184,7 +185,7 @@ def test_resuming_what_is_done_is_refused_before_any_rank_starts(first_run, tmp_
 def test_an_output_that_cannot_be_written_is_refused_before_any_rank_starts(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="give another --output"):
-        make_folder(tmp_path / "file" / "folder")
+        make_folder(tmp_path / "file" / "folder", "--output")
 
 
 @pytest.mark.parametrize(

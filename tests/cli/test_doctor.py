@@ -2,14 +2,16 @@
 
 import importlib.machinery
 import json
+import re
 import resource
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 from syncline.cli import doctor
-from syncline.cli.doctor import CHECKS, Verdict
+from syncline.cli.doctor import CHECKS, Verdict, judge
 from syncline.machines import nvml
 
 
@@ -88,3 +90,11 @@ def test_programs_can_read_the_findings():
     findings = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert len(findings) == len(CHECKS)
     assert {"subject", "verdict", "what", "remedy"} == set(findings[0])
+
+
+def test_a_narrow_terminal_shows_whole_what_is_to_be_copied(monkeypatch):
+    setting = "net.ipv4.tcp_slow_start_after_idle=0"
+    findings = (judge("congestion control", True, f"cubic; on links with latency {setting} spares", ""),)
+    console = Console(record=True, width=40)
+    doctor._show_table(findings, console)
+    assert setting in re.sub(r"\s", "", console.export_text())

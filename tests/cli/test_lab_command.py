@@ -11,6 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from syncline.cli import lab
+from syncline.errors import ConfigurationError
 from syncline.lab import operations
 from syncline.lab.operations import LabStatus
 from syncline.lab.plan import plan_lab
@@ -46,6 +47,18 @@ def test_a_command_keeps_its_own_options_and_all_hosts_share_a_fresh_secret(call
     result = CliRunner().invoke(lab.app, args)
     assert called == [("flat-8", ["syncline", "run", "train.py", "--priorities", "--", "x"], True, (0o600, 64))]
     assert result.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "place"),
+    [(["run", "flat-8", "--queues", "short", "--", "true"], "TOPOLOGY"), (["exec", "h1", "--lab", "a", "ls"], "HOST")],
+)
+def test_an_option_behind_the_topology_is_not_taken_for_the_command(called, args, place):
+    with pytest.raises(
+        ConfigurationError, match=f"^'{args[2]}' stands where COMMAND begins; options go before {place}"
+    ):
+        CliRunner().invoke(lab.app, args, catch_exceptions=False)
+    assert not called
 
 
 def test_a_secret_that_the_user_gave_stands(called, monkeypatch):

@@ -101,6 +101,14 @@ def test_programs_can_read_the_figures():
     [
         (("no-such-network",), "no-such-network"),
         (("flat-8", "--bytes", "64 bytes?"), "64 bytes?"),
+        (("flat-8", "--portions", "1.5"), "--portions 1.5 is said of a sharded step, not of all_reduce; add --coll"),
+        (("flat-8", "--spares", "1"), "--spares 1 is said of a sharded step, not of all_reduce; add --collective sh"),
+        (("flat-8", "--replicate", "host"), "--replicate host is said of a sharded step, not of all_reduce; add"),
+        (("flat-8", "--root", "1"), "--root 1 is said of a broadcast, not of all_reduce; add --collective broadcast"),
+        (
+            ("flat-8", "--collective", "sharded_step", "--target", "rank_order"),
+            "--target rank_order is said of an all-reduce and its halves, not of sharded_step; add --collective all_re",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_a_reason(args, message):

@@ -50,6 +50,16 @@ def test_the_table_shows_every_choice_and_what_is_asked_for():
     assert "under backward" in console.export_text()
 
 
+def test_a_level_that_auto_leaves_out_is_marked():
+    found = plan_replicas(Topology.load("demo-1-3"), NUM_BYTES, "auto")
+    table = choice_table(found)
+    assert list(table.columns[0].cells) == ["none (chosen)", "level 1 (not by auto)"]
+    assert "auto takes no level with a replica of one rank" in table.caption
+    asked = choice_table(plan_replicas(Topology.load("demo-1-3"), NUM_BYTES, 1))
+    assert list(asked.columns[0].cells) == ["none", "level 1 (chosen)"]
+    assert "auto" not in asked.caption
+
+
 def test_replicas_that_are_no_level_are_shown_too():
     topology = Topology.parse(
         "{switch: top, children: [{host: a, uplink: 1 Gbit/s, ranks: 2}, {switch: r, uplink: 1 Gbit/s, children: "

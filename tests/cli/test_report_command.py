@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from rank_scripts import run_python, run_script
+from syncline.cli import explain
+from syncline.errors import ConfigurationError
+from syncline.observe import Trace
 
 SCRIPT = """
 import torch, torch.distributed as dist, syncline
@@ -84,3 +88,41 @@ def test_what_is_no_trace_is_refused(command: str, tmp_path: Path) -> None:
     done = run_python("-m", "syncline.cli.main", command, str(tmp_path / "none.json"), splits=True)
     assert done.returncode == 2
     assert "cannot be read as a trace" in done.stderr
+
+
+def write_trace(path: Path) -> None:
+    trace = Trace(path=path)
+    trace.span("forward", "compute", 0, 1000)
+    trace.close()
+
+
+def report_of(*args: str | Path) -> str:
+    result = CliRunner().invoke(explain.app, ["report", *map(str, args)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_folder_of_traces_is_reported_beside_it_also_from_inside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    write_trace(folder / "trace-0.json")
+    target = folder.with_suffix(".html")
+    assert report_of(folder) == f"report: {target}\n"
+    page = target.read_text()
+    target.unlink()
+    monkeypatch.chdir(folder)
+    assert report_of(".") == f"report: {target}\n"
+    assert target.read_text() == page
+
+
+def test_a_report_does_not_replace_its_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.html"
+    write_trace(trace)
+    write_trace(tmp_path / "trace-0.json")
+    before = trace.read_text()
+    for args in ([trace], [trace, "--out", trace], [tmp_path, "--out", tmp_path / "trace-0.json"]):
+        with pytest.raises(ConfigurationError, match=r"would replace the trace '.*'; give another file \(--out\)"):
+            report_of(*args)
+    assert trace.read_text() == before

@@ -11,6 +11,7 @@ from syncline.cli.step_plan import candidate_table, cap_table, parse_portions, p
 from syncline.errors import ConfigurationError
 from syncline.schedule import plan_sharded_step, predict_sharded_step, sharded_step_bound
 from syncline.topology import Topology
+from syncline.units import format_duration
 
 NUM_BYTES = 16 << 20
 
@@ -70,6 +71,25 @@ def test_it_says_when_a_step_in_the_backward_pass_pays():
     assert "step_in_backward gains little" in console.export_text()
 
 
+@pytest.mark.parametrize("width", [40, 60])
+def test_a_narrow_terminal_shows_whole_figures(width):
+    console = Console(record=True, width=width)
+    found = plan_step(Topology.load("deep-asymmetric"), NUM_BYTES, "balanced")
+    show_step(found, console)
+    text = console.export_text()
+    assert "…" not in text
+    if width == 60:
+        assert format_duration(found.candidates[0][1].time_s).split()[0] in text
+
+
+def test_where_nothing_is_moved_nothing_pays():
+    console = Console(record=True, width=100)
+    found = plan_step(Topology.flat(1), NUM_BYTES, "balanced")
+    show_step(found, console)
+    assert not found.overlap_pays
+    assert "step_in_backward" not in console.export_text()
+
+
 def test_programs_can_read_the_figures():
     command = [sys.executable, "-m", "syncline.cli.main", "plan", "two-racks-5-3", "--collective", "sharded_step"]
     done = subprocess.run([*command, "--portions", "fastest", "--json"], capture_output=True, text=True, check=True)
@@ -86,7 +106,7 @@ def test_spares_are_shown_with_what_they_keep_and_cost():
     show_step(found, console)
     assert found.spares.shares == pytest.approx(found.shares)
     text = console.export_text()
-    assert "spares in another host: 245.7 ms one after the other, +0.0% of the fastest step" in text
+    assert "spares in another host: 245.7 ms one after the other, +0.0% of what" in text
     assert "its ranks are spares of" in text
     command = [sys.executable, "-m", "syncline.cli.main", "plan", "two-sites", "--collective", "sharded_step"]
     done = subprocess.run([*command, "--spares", "1", "--json"], capture_output=True, text=True, check=True)

@@ -62,10 +62,31 @@ def test_a_file_is_checked_beside_what_was_measured(tmp_path: Path) -> None:
     assert run.exit_code == 1
     lines = run.stdout.splitlines()
     assert [line for line in lines if "more" in line or "less" in line] == [
-        "rack-a up      200 Mbit/s    400 Mbit/s  100% more",
-        "rack-a down    200 Mbit/s    400 Mbit/s  100% more",
+        "rack-a up, rack-b down    200 Mbit/s    400 Mbit/s  100% more",
+        "rack-a down, rack-b up    200 Mbit/s    400 Mbit/s  100% more",
     ]
     assert shown("check", "two-racks-5-3", "--measured", "two-racks-5-3").count("\n") == len(lines)
+
+
+def test_of_two_sides_of_a_root_either_link_may_be_what_differs(tmp_path: Path) -> None:
+    """One measures what rack-b sends, not which of two links it is that lets less pass."""
+    racks = Topology.load("two-racks-5-3").to_yaml()
+    rate, slow = "rack-b\n  uplink: 200 Mbit/s", "rack-b\n  uplink: {up: 50 Mbit/s, down: 200 Mbit/s}"
+    slower = racks.replace(rate, slow)
+    assert slower != racks
+    (tmp_path / "net.yaml").write_text(slower)
+    args = ["check", "two-racks-5-3", "--measured", str(tmp_path / "net.yaml")]
+    lines = CliRunner().invoke(app, args).stdout.splitlines()
+    assert [line for line in lines if "less" in line] == [
+        "rack-a down, rack-b up    200 Mbit/s     50 Mbit/s  75% less"
+    ]
+    assert any(line.startswith("h7 up ") for line in lines)
+
+
+@pytest.mark.parametrize("forms", [("--yaml", "--svg"), ("--mermaid", "--svg")])
+def test_a_topology_is_shown_in_one_form(forms: tuple[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match="--yaml, --mermaid and --svg exclude each other"):
+        shown("show", "flat-8", *forms)
 
 
 def test_what_was_not_measured_cannot_be_checked(tmp_path: Path) -> None:

@@ -62,6 +62,14 @@ def test_a_file_that_cannot_be_written_any_more_ends_the_trace_and_not_the_run(t
     assert len(caplog.messages) == 1
 
 
+@pytest.mark.parametrize("place", ["/proc/zz", "/none/trace.json", "/dev/full"])
+def test_a_file_that_cannot_be_written_at_all_is_refused(place):
+    with pytest.raises(
+        ConfigurationError, match=rf"^A trace must be .*'{place}' is not: .*; name another \(trace=, or "
+    ):
+        Trace(path=place)
+
+
 def test_overlapping_collectives_lie_on_rows_of_their_own(tmp_path):
     trace = Trace(path=tmp_path / "t.json")
     trace.span("a", "communication", 0, 10)

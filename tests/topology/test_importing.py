@@ -54,6 +54,26 @@ def test_a_tree_of_slurm_with_ranks():
     assert not topology.has_rates
 
 
+def test_blocks_of_slurm_with_the_sizes_that_its_manual_puts_below_them():
+    text = "BlockName=b1 Nodes=n[0-3]\nBlockName=b2 Nodes=n[4-7]\nBlockSizes=4,8\n"
+    assert divisions(Topology.imported(text, "slurm")) == {frozenset({0, 1, 2, 3}), frozenset({4, 5, 6, 7})}
+
+
+def test_a_line_of_slurm_that_ends_in_a_backslash_goes_on_in_the_next():
+    racks = "SwitchName=a \\\n  Nodes=n0,\\\nn1\nSwitchName=b\\  # the other\n\tNodes=n2\n"
+    text = f"# two racks\n{racks}SwitchName=c Switches=a,b\\"
+    assert [host.name for host in Topology.imported(text, "slurm").hosts] == ["n0", "n1", "n2"]
+    with pytest.raises(TopologyError, match="line 2: 'Node=n0,n1' is not understood"):
+        Topology.imported(text.replace("Nodes=n0", "Node=n0"), "slurm", source="net")
+
+
+def test_more_rates_than_levels_are_refused():
+    text = "SwitchName=a Nodes=x,y\nSwitchName=b Nodes=z\nSwitchName=c Switches=a,b"
+    assert Topology.imported(text, "slurm", rates=[1e8, 2e8]).has_rates
+    with pytest.raises(TopologyError, match="3 rates are given for 2 levels of links; give at most 2, the hosts' "):
+        Topology.imported(text, "slurm", rates=[1e8, 2e8, 3e8])
+
+
 def test_ranks_and_rates_that_a_file_tells():
     hosts = Topology.imported("a slots=2\nb:3 # three\nc\nc\n", "hostfile")
     assert [len(host.ranks) for host in hosts.hosts] == [2, 3, 2]
@@ -114,6 +134,8 @@ def test_names_that_mean_two_places_get_their_own():
         ("k8s-nodes|items: []", 1, "there is no node"),
         ("k8s-nodes|items: [{metadata: {labels: {}}}]", 1, "key 'name' is missing"),
         ("hostfile|# none", 1, "the file names no host"),
+        ("hostfile|a\nb slots=x", 2, "'x' is not a number of ranks; write 'node1 slots=4'"),
+        ("hostfile|a slots=0", 1, "'0' is not a number of ranks"),
         ("hostfile|a b", 1, "'a b' is not understood; write 'node1 slots=4'"),
         ("infragraph|links: []\ninstances: []", 1, "nothing is connected"),
         ("infragraph|links: []\ninstances: []\nconnections: [a.b]", 3, "'a.b' is not a connection"),

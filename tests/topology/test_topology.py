@@ -147,7 +147,8 @@ def test_a_thousand_ranks_are_quick_enough_to_route():
         (lambda: Topology.flat(2).permuted([0, 0]), "an order names each of the ranks 0 to 1 once"),
         (lambda: Topology.flat(2).host_of(2), "Topology 'flat-2' has no rank 2; its ranks are 0 to 1"),
         (lambda: Topology.flat(2).ranks_of("x"), "has no host 'x'; its hosts are h0, h1"),
-        (lambda: Topology.flat(2).node("x"), "has no node 'x'"),
+        (lambda: Topology.flat(2).node("x"), "has no node 'x'; its switches and hosts are switch, h0, h1$"),
+        (lambda: Topology.flat(40).node(""), "has no node ''; its switches and hosts are switch, h0, .*, h14, [.]{3}$"),
     ],
 )
 def test_what_cannot_be_is_refused(build, message):

@@ -27,8 +27,8 @@ from syncline.topology import Topology
 from syncline.units import format_duration, format_size
 
 app = new_app()
-LONGEST_LINE, LINK_WIDTH = 29, 10
-"""Of a rule's name, and what a link needs at least, so that all fits into 80 columns."""
+LONGEST_LINE, LINK_WIDTH, FITS_WIDTH = 29, 10, 80
+"""Of a rule's name, and what a link needs at least, so that all fits into so many columns."""
 
 
 def _processor_options(
@@ -178,22 +178,23 @@ def show(advice: Advice, batch: int | None, traced: TracedSteps | None, console:
         f"{advice.topology.num_ranks} ranks; a step computes for {format_duration(advice.compute_s)}\n"
         f"{advice.processors}; {how}\n"
     )
-    console.print(_rule_table(advice, batch))
+    console.print(_rule_table(advice, batch, is_narrow=console.width < FITS_WIDTH))
     for sentence in (*advice.notes(), *advice.sentences()):
         console.print(sentence, markup=False)
 
 
-def _rule_table(advice: Advice, batch: int | None) -> Table:
-    """Lay out one row for each rule, the fastest first."""
+def _rule_table(advice: Advice, batch: int | None, *, is_narrow: bool) -> Table:
+    """Lay out one row for each rule, the fastest first; where it does not fit, cells are folded and none is cut."""
     caption = (
         "exposed: beyond computing; memory: of parameters, gradients and Adam, where it is most; compress= rounds what "
         "crosses slow links, and of its bytes those are shown that cross as codes"
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, caption=caption)
-    table.add_column("update rule", no_wrap=True)
+    table.add_column("update rule", no_wrap=not is_narrow, overflow="fold")
     for heading in ("step", "exposed", "memory", "busiest link", *(["samples/s"] if batch else [])):
         is_link = heading == "busiest link"
-        table.add_column(heading, justify="right", no_wrap=not is_link, min_width=LINK_WIDTH if is_link else None)
+        least = LINK_WIDTH if is_link and not is_narrow else None
+        table.add_column(heading, justify="right", no_wrap=not (is_link or is_narrow), min_width=least, overflow="fold")
     for row in advice.rows:
         samples_per_s = advice.samples_per_s(row, batch)
         table.add_row(

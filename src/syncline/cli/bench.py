@@ -40,7 +40,7 @@ from syncline.bench.task import (
     check_known,
     choose_peers,
 )
-from syncline.cli.commands import new_app, parse_compute, spread
+from syncline.cli.commands import make_folder, new_app, parse_compute, spread, writing
 from syncline.cli.lab import LabOptions
 from syncline.cli.launcher.launch import Request, launch
 from syncline.cli.launcher.scratch import shared_secret
@@ -201,7 +201,7 @@ def convergence(
     )
     topologies = [network.topology for network in plan.networks]
     facts = collect_facts(["syncline", *sys.argv[1:]], topologies, network="predicted; losses in one process")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "--record")
     trainings, is_whole = Trainings(plan), True
     try:
         trainings.run()
@@ -209,7 +209,9 @@ def convergence(
         is_whole = False
     rows = list(trainings.rows())
     facts["load_average_after"] = [round(load, 2) for load in os.getloadavg()]
-    write_results(folder, [row.to_dict() for row in rows], facts, _show(convergence_tables(rows)))
+    text = _show(convergence_tables(rows))
+    with writing(folder, "--record"):
+        write_results(folder, [row.to_dict() for row in rows], facts, text)
     _report(f"record: {folder}")
     if not is_whole:
         raise LaunchError(f"the benchmark was interrupted; give --record {folder} again to go on with what is there")
@@ -218,6 +220,8 @@ def convergence(
 def measure(task: Task, topologies: list[Topology], settings: Settings) -> None:
     """Run the task in the orders that are asked for, print the table and write the record."""
     orders: Sequence[Order] = ORDERS if settings.order == "both" else (settings.order,)
+    folder = settings.record or default_folder("-".join([task.experiment, *(topology.name for topology in topologies)]))
+    _check_record(folder)
     with choose_place(settings.settings(), is_on_loopback=settings.loopback) as place:
         facts = collect_facts(["syncline", *sys.argv[1:]], topologies, network=place.name)
         stolen_share()
@@ -228,10 +232,10 @@ def measure(task: Task, topologies: list[Topology], settings: Settings) -> None:
         "load_average_after": [round(load, 2) for load in os.getloadavg()],
         "stolen_share": round(stolen_share(), 3),
     }
-    tables = [bench_table(group) for group in group_rows(rows)]
-    text = _show(tables)
-    folder = settings.record or default_folder("-".join([task.experiment, *(topology.name for topology in topologies)]))
-    for note in write_record(folder, rows, facts, text):
+    text = _show([bench_table(group) for group in group_rows(rows)])
+    with writing(folder, "--record"):
+        notes = write_record(folder, rows, facts, text)
+    for note in notes:
         _report(note)
     if facts["stolen_share"] > NOTEWORTHY:
         _report(
@@ -241,6 +245,14 @@ def measure(task: Task, topologies: list[Topology], settings: Settings) -> None:
     _report(f"record: {folder}")
     if broken:
         raise LaunchError(f"{broken}; what was measured before is recorded")
+
+
+def _check_record(folder: Path) -> None:
+    """Raise :class:`ConfigurationError` now, not when all is measured, if a record cannot be kept there."""
+    is_new = not folder.exists()
+    make_folder(folder, "--record")
+    if is_new:
+        folder.rmdir()  # what is measured makes it again; if that fails there is no record
 
 
 @contextmanager

@@ -54,8 +54,10 @@ def cluster(
     ] = False,
 ) -> None:
     """Print the features of the hosts, normalised, the clusters, the silhouette of each k, and why."""
+    if here and topology is not None:
+        raise ConfigurationError(f"--here is said of this machine, not of {topology!r}; give one of them")
     if here:
-        _print_here()
+        _print_here(as_json=as_json)
         return
     if topology is None:
         raise ConfigurationError("no topology was given; name a file or a shipped topology, or say --here")
@@ -80,11 +82,12 @@ def _parse_weights(texts: list[str]) -> dict[str, float]:
     return weights
 
 
-def _print_here() -> None:
+def _print_here(*, as_json: bool) -> None:
     from syncline.machines.measurement import read_machine
 
-    pairs = ", ".join(f"{name}: {value:.6g}" for name, value in read_machine().items())
-    print(f"features: {{{pairs}}}")
+    found = read_machine()
+    pairs = ", ".join(f"{name}: {value:.6g}" for name, value in found.items())
+    print(json.dumps({"features": found}, indent=2) if as_json else f"features: {{{pairs}}}")
 
 
 def _record(topology: Topology, table: FeatureTable, clustering: Clustering) -> dict[str, object]:

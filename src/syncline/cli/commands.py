@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -64,6 +67,24 @@ def spread(options: Callable[..., Any], *, into: str) -> Callable[[Callable[...,
         return call
 
     return decorate
+
+
+@contextmanager
+def writing(target: Path, option: str) -> Iterator[None]:
+    """Say which option names a file or folder that cannot be written, where the system refuses it in here."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigurationError(f"'{target}' cannot be written: {why}; give another {option}") from error
+
+
+def make_folder(folder: Path, option: str) -> None:
+    """Make an output folder before the work whose outcome it is for, so that this is not lost."""
+    with writing(folder, option):
+        folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"'{folder}' cannot be written to; give another {option}")
 
 
 def parse_compute(text: str) -> float:

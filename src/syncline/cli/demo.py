@@ -17,7 +17,7 @@ from syncline.bench.rows import COMPUTE_ALONE, Row, busiest_link
 from syncline.bench.running import collect_rows, run_orders
 from syncline.bench.task import MIN_ROUNDS, ModelShape, Pace, Task
 from syncline.cli.bench import choose_place
-from syncline.cli.commands import new_app
+from syncline.cli.commands import make_folder, new_app
 from syncline.cli.launcher.launch import Request, launch
 from syncline.demo import CHECKPOINT, DEFAULT_STEPS, NUM_SEQUENCES, Update
 from syncline.errors import CheckpointError, ConfigurationError, LabError
@@ -75,7 +75,7 @@ def demo(
     """
     if resume:
         check_resumable(output, num_steps=steps)
-    make_folder(output)
+    make_folder(output, "--output")
     chosen, num_ranks = choose_network(topology, ranks)
     explain(chosen, num_ranks, update, output)
     names = {"--steps": str(steps), "--update": update.value, "--output": str(output)}
@@ -111,16 +111,6 @@ def check_resumable(output: Path, *, num_steps: int) -> None:
             f"the checkpoint in '{output}' has done {num_done} of {num_steps} steps already; "
             f"go on with --resume --steps {2 * num_done}, or start anew without --resume"
         )
-
-
-def make_folder(output: Path) -> None:
-    """Make the output folder now, so that a minute of training is not lost at the first checkpoint."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(f"'{output}' cannot be made: {error.strerror}; give another --output") from error
-    if not os.access(output, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"'{output}' cannot be written to; give another --output")
 
 
 def choose_network(topology: str | None, num_ranks: int | None) -> tuple[str | None, int | None]:

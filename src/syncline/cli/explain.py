@@ -238,6 +238,10 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML file of what a trace tells: the network, a step, waits, plans, faults, and what to change."""
-    target = out or trace.with_suffix(".html")
-    write_report(trace, target, title=trace.stem)
+    named = trace.resolve()  # "." has no name of its own
+    target = out or (trace if trace.name else named).with_suffix(".html")
+    traces = trace.glob("*.json") if trace.is_dir() else [trace]
+    if target.exists() and any(target.samefile(each) for each in traces if each.exists()):
+        raise ConfigurationError(f"the report would replace the trace '{target}'; give another file (--out)")
+    write_report(trace, target, title=named.stem)
     print(f"report: {target}")

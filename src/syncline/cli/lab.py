@@ -13,6 +13,7 @@ from rich.table import Table
 
 from syncline.cli.commands import new_app, spread
 from syncline.cli.launcher.scratch import shared_secret
+from syncline.errors import ConfigurationError
 from syncline.lab import operations
 from syncline.lab.lab import LabSettings
 from syncline.lab.operations import LabStatus
@@ -73,7 +74,7 @@ def run(
     """
     with shared_secret(process_variables()) as environment:
         settings = options.settings(priorities=priorities)
-        code = operations.run(topology, _plain(command), env=environment, report=_report, **settings)
+        code = operations.run(topology, _plain(command, "TOPOLOGY"), env=environment, report=_report, **settings)
     raise typer.Exit(code)
 
 
@@ -101,7 +102,7 @@ def execute(
     lab: LabOption = None,
 ) -> None:
     """Run COMMAND on one host, with this terminal."""
-    raise typer.Exit(operations.execute(host, _plain(command), lab_id=lab))
+    raise typer.Exit(operations.execute(host, _plain(command, "HOST"), lab_id=lab))
 
 
 @app.command()
@@ -140,9 +141,16 @@ def status_table(lab: LabStatus) -> Table:
     return table
 
 
-def _plain(command: list[str]) -> list[str]:
-    """Drop the ``--`` that may part the command from what stands before it."""
-    return command[1:] if command[:1] == ["--"] else command
+def _plain(command: list[str], before: str) -> list[str]:
+    """Drop the ``--`` that may part the command from what stands ``before`` it; an option is no command."""
+    if command[:1] == ["--"]:
+        return command[1:]
+    if command[0].startswith("-"):
+        raise ConfigurationError(
+            f"{command[0]!r} stands where COMMAND begins; options go before {before}, and -- before a COMMAND that "
+            "begins with -"
+        )
+    return command
 
 
 def _report(text: str) -> None:

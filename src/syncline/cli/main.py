@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.core
@@ -96,12 +98,36 @@ def _front(
 
 def main() -> None:
     """Run the command line; an error that Syncline raised on purpose is printed without a traceback."""
+    _print_in_any_encoding()
     try:
         app()
     except SynclineError as error:
-        red, plain = ("\x1b[1;31m", "\x1b[0m") if is_coloured(sys.stderr) else ("", "")
-        print(f"{red}error:{plain} {error}", file=sys.stderr)
-        sys.exit(USAGE_ERROR)
+        _fail(str(error))
+    finally:
+        _end_output()
+
+
+def _fail(message: str) -> NoReturn:
+    red, plain = ("\x1b[1;31m", "\x1b[0m") if is_coloured(sys.stderr) else ("", "")
+    print(f"{red}error:{plain} {message}", file=sys.stderr)
+    sys.exit(USAGE_ERROR)
+
+
+def _print_in_any_encoding() -> None:
+    """Let standard output replace what its encoding has not, as the lines of a tree in latin-1."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _end_output() -> None:
+    """Write out what was printed while an error of that can be told; it would be a traceback at exit."""
+    try:
+        print(end="", flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor is it tried again at exit
+        if isinstance(error, BrokenPipeError):  # who reads it has seen enough
+            sys.exit(1)
+        _fail(f"standard output cannot be written: {error.strerror}; write to another file")
 
 
 if __name__ == "__main__":

@@ -161,6 +161,14 @@ def _result_json(result: PlannerResult) -> dict[str, Any]:
 
 
 SHARDED_STEP = "sharded_step"
+_SAID_OF: Mapping[str, tuple[object, str, tuple[str, ...]]] = {
+    "portions": ("balanced", "a sharded step", (SHARDED_STEP,)),
+    "spares": (0, "a sharded step", (SHARDED_STEP,)),
+    "replicate": (None, "a sharded step", (SHARDED_STEP,)),
+    "root": (0, "a broadcast", ("broadcast",)),
+    "target": ("balanced", "an all-reduce and its halves", ("all_reduce", "reduce_scatter", "all_gather")),
+}
+"""Options that not all collectives heed: the default, what the option is said of, and which collectives that are."""
 CollectiveName = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "sharded_step"]
 
 
@@ -192,6 +200,7 @@ def plan(
 
     Times are predictions for an idle network; the bound is what no schedule of any kind can be faster than.
     """
+    _check_heeded(collective, portions=portions, spares=spares, replicate=replicate, root=root, target=target)
     network = Topology.load(topology)
     if collective == SHARDED_STEP:
         _plan_step(network, parse_size(size), portions, spares, replicate, as_json=as_json)
@@ -200,6 +209,16 @@ def plan(
         planned = Collective[collective.upper()]
         comparison = compare_planners(network, planned, parse_size(size), target=target, root=root)
     answer(comparison.to_json(), partial(show, comparison), as_json=as_json)
+
+
+def _check_heeded(collective: CollectiveName, **said: object) -> None:
+    for name, value in said.items():
+        default, what, collectives = _SAID_OF[name]
+        if value != default and collective not in collectives:
+            raise ConfigurationError(
+                f"--{name} {value} is said of {what}, not of {collective}; add --collective {collectives[0]}, or leave "
+                f"out --{name}"
+            )
 
 
 def _planning(topology: Topology) -> AbstractContextManager[None]:

@@ -79,7 +79,7 @@ class StepPlan:
     def overlap_pays(self) -> bool:
         """Whether it is worth it to update each bucket in the backward pass, as soon as it is reduced."""
         _, prediction = self.candidates[0]
-        return prediction.overlapped_s <= PAYS_FROM * prediction.time_s
+        return prediction.time_s > 0 and prediction.overlapped_s <= PAYS_FROM * prediction.time_s
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -193,9 +193,11 @@ def show_step(plan: StepPlan, console: Console) -> None:
     if plan.spares is not None:
         time_s, more = plan.spares.prediction.time_s, plan.spares.prediction.time_s / first.time_s - 1
         console.print(
-            f"spares in another {plan.spares.apart}: {format_duration(time_s)} one after the other, {more:+.1%} of the "
-            "fastest step without them"
+            f"spares in another {plan.spares.apart}: {format_duration(time_s)} one after the other, {more:+.1%} of "
+            f"what {winner.planner} takes without them"
         )
+    if not first.time_s:
+        return
     verdict = "pays" if plan.overlap_pays else "gains little"
     console.print(
         f"step_in_backward {verdict}: {format_duration(first.overlapped_s)} with both directions at once, "
@@ -206,7 +208,7 @@ def show_step(plan: StepPlan, console: Console) -> None:
 def candidate_table(plan: StepPlan) -> Table:
     """Lay out one row for each candidate, the winner first."""
     headings = ("planner", "RS", "AG", "both", "x bound", "messages", "most owned")
-    table = new_table(*headings, no_wrap=True, padding=(0, 1, 0, 0))
+    table = new_table(*headings, padding=(0, 1, 0, 0))
     for (scatter, gather), prediction in plan.candidates:
         is_winner = prediction is plan.candidates[0][1]
         halves = (prediction.reduce_scatter.time_s, prediction.all_gather.time_s, prediction.time_s)
@@ -354,12 +356,19 @@ def choice_table(plan: ReplicaPlan) -> Table:
     caption = (
         "most owned: of the optimizer's state, by one rank; the prediction leaves out what the backward pass hides"
     )
+    marks = {
+        name: "chosen" if step.replicas == plan.chosen else "not by auto"
+        for name, step in plan.results.items()
+        if step.replicas == plan.chosen or 1 in map(len, step.replicas)
+    }
+    if "not by auto" in marks.values():
+        caption += "; auto takes no level with a replica of one rank, which would own everything"
     headings = ("replicas", "ranks of each", "under backward", "after step", "both", "most owned")
     table = new_table(*headings, padding=(0, 1, 0, 0), caption=caption)
     for name, step in plan.results.items():
         is_chosen = step.replicas == plan.chosen
         table.add_row(
-            f"{name}{' (chosen)' if is_chosen else ''}",
+            f"{name} ({marks[name]})" if name in marks else name,
             ", ".join(str(len(ranks)) for ranks in step.replicas),
             *(format_duration(each) for each in (step.within.time_s, step.after.time_s, step.time_s)),
             f"{max(step.shares):.1%}",

@@ -16,7 +16,8 @@ from typing import Annotated
 
 import typer
 
-from syncline.cli.commands import new_app
+from syncline.cli.commands import new_app, writing
+from syncline.cli.launcher.scratch import check_place
 from syncline.discovery import discovery_folder, recall
 from syncline.errors import ConfigurationError, TopologyError
 from syncline.topology import Topology
@@ -31,9 +32,12 @@ DIFFERS = 1 / 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkComparison:
-    """What passes one direction of a link of either topology: by the one, by the other, in bytes per second."""
+    """What passes one direction of a link of either topology: by the one, by the other, in bytes per second.
 
-    link: DirectedLink
+    Where a root has two sides, what the link of one side sends is what that of the other receives: ``links`` has both.
+    """
+
+    links: tuple[DirectedLink, ...]
     one_bytes_per_s: float
     other_bytes_per_s: float
 
@@ -60,14 +64,19 @@ def compare(one: Topology, other: Topology) -> Iterator[LinkComparison]:
     everyone = frozenset(names[0])
     seen: set[frozenset[str]] = set()
     for topology in (one, other):
+        above: dict[frozenset[str], str] = {}
         for node, below in _divisions(topology):
-            if below in seen or below == everyone:
+            above.setdefault(below, node.name)
+        for below in above:
+            others = everyone - below
+            if below in seen or not others:
                 continue
-            seen |= {below, everyone - below}
-            for direction in WAYS:
-                sending = below if direction == "up" else everyone - below
+            seen |= {below, others}
+            for direction, opposite in (WAYS, WAYS[::-1]):
+                sending = below if direction == "up" else others
+                sides = ((below, direction), (others, opposite))
                 yield LinkComparison(
-                    link=DirectedLink(node.name, direction),
+                    links=tuple(DirectedLink(above[side], way) for side, way in sides if side in above),
                     one_bytes_per_s=most_between(one, sending),
                     other_bytes_per_s=most_between(other, sending),
                 )
@@ -140,6 +149,8 @@ def show(
     as_svg: Annotated[bool, typer.Option("--svg", help="Print it as a picture, for browsers.")] = False,
 ) -> None:
     """Draw a topology; without a name, what a job of this user measured last from this machine."""
+    if as_yaml + as_mermaid + as_svg > 1:
+        raise ConfigurationError("--yaml, --mermaid and --svg exclude each other; give one of them")
     loaded = Topology.load(_measured_last() if topology is None else topology)
     text = loaded.to_yaml() if as_yaml else loaded.render(as_mermaid=as_mermaid, as_svg=as_svg) + "\n"
     print(text, end="")
@@ -156,12 +167,15 @@ def measure(
     Nothing that was measured before is taken. Take no other load onto the hosts for these seconds.
     """
     import syncline
+    from syncline.pytorch.launchers import find_place
 
+    if output is not None and find_place(process_variables()).rank == 0:  # other machines may not have the folder
+        check_place(output, "--output")
     with syncline.init("measure") as fleet:
         if fleet.rank == 0:
-            if output is not None:
-                output.write_text(fleet.topology.to_yaml())
             print(fleet.topology.render())
+            if output is not None:
+                _write(fleet.topology, output)
 
 
 @app.command()
@@ -185,18 +199,22 @@ def check(
             "measure` on each of them by your launcher, or name a file (--measured)"
         )
     links = list(compare(file, other))
-    width = max((len(str(each.link)) for each in links), default=0)
+    width = max((len(_names(each)) for each in links), default=0)
     print(f"{'link'.ljust(width)}  {'file':>12}  {'measured':>12}")
     for each in links:
         print(_row(each, width))
     raise typer.Exit(1 if any(each.differs for each in links) else 0)
 
 
+def _names(each: LinkComparison) -> str:
+    return ", ".join(map(str, each.links))
+
+
 def _row(each: LinkComparison, width: int) -> str:
     part = each.other_bytes_per_s / each.one_bytes_per_s - 1
     verdict = f"  {abs(part):.0%} {'more' if part > 0 else 'less'}" if each.differs else ""
     rates = [format_rate(rate) for rate in (each.one_bytes_per_s, each.other_bytes_per_s)]
-    return f"{str(each.link).ljust(width)}  {rates[0]:>12}  {rates[1]:>12}{verdict}"
+    return f"{_names(each).ljust(width)}  {rates[0]:>12}  {rates[1]:>12}{verdict}"
 
 
 @app.command(name="import")
@@ -218,6 +236,8 @@ def import_(
 
     These know which hosts are near each other, and no rates: give them, or let a job on these hosts measure them.
     """
+    if output is not None:
+        check_place(output, "--output")
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -232,8 +252,13 @@ def import_(
     if output is None:
         print(tree.to_yaml(), end="")
     else:
-        output.write_text(tree.to_yaml())
+        _write(tree, output)
         print(tree.render())
+
+
+def _write(topology: Topology, output: Path) -> None:
+    with writing(output, "--output"):
+        output.write_text(topology.to_yaml())
 
 
 def _measured_on(topology: Topology) -> Topology | None:

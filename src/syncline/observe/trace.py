@@ -128,8 +128,17 @@ class Trace:
         self._heard: deque[_Event] | None = None
         self._heard_ns = 0
         if self._path is not None:
-            self._path.write_text("[\n" + _lines(self._about_rank(rank, host)), encoding="utf-8")
+            self._begin(self._path)
             atexit.register(self.close)
+
+    def _begin(self, path: Path) -> None:
+        try:
+            path.write_text("[\n" + _lines(self._about_rank(self.rank, self.host)), encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(
+                f"A trace must be a file that can be written; '{path}' is not: {error.strerror}; name another (trace=, "
+                "or SYNCLINE_TRACE)"
+            ) from error
 
     @property
     def enabled(self) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import pydoc
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
+from syncline.observe import say
 from syncline.priorities.forward_timing import BACKWARD_PER_FORWARD
 from syncline.priorities.meter import StepMeter
 from syncline.pytorch.backward import tensors_in
@@ -30,9 +33,12 @@ from syncline.schedule import Collective
 from syncline.schedule.pairs import StageShape
 from syncline.tensors.memory import summands_of
 from syncline.topology import Topology
+from syncline.units import format_duration
 from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
 
 NUM_PASSES = 5
+SCATTERED = 1.5
+"""Passes are far apart if the median is longer than the least by this."""
 NUM_RANKS, MOVED_BYTES = 4, 1 << 20
 NUM_STEPPED, STEPPED_BYTES = 4, 1 << 20
 """Parameters, and the bytes of each."""
@@ -47,7 +53,7 @@ class ModelProfile:
     forward_s: tuple[float, ...]
     num_busy_cores: float
     """What computing keeps busy of this machine's: core-seconds of a forward and a backward pass on one thread, over
-    the time of the fastest; 0 where parameters are on an accelerator."""
+    the time of the fastest, and at least 1; 0 where parameters are on an accelerator."""
     stages: tuple[StageShape, ...]
     """Of an ``nn.Sequential``, whose modules can be those of ``phase()``; else none."""
 
@@ -58,6 +64,12 @@ def measure_model(spec: str) -> ModelProfile:
     The function returns ``(model, batch)``; ``model(*batch)`` (``model(batch)`` if it is no tuple) is a forward pass.
     """
     model, batch = _make(spec)
+    arguments = batch if isinstance(batch, tuple) else (batch,)
+    try:
+        for _ in range(2):  # to warm up
+            model(*arguments)
+    except Exception as error:
+        raise _refusal(f"the forward pass of {spec!r} failed: {type(error).__name__}: {error}") from error
     named = {parameter: (name, 0) for name, parameter in model.named_parameters() if parameter.requires_grad}
     check_parameters(named)
     plans = plan_model(named, bucket_bytes=DEFAULT_BUCKET_BYTES)
@@ -68,10 +80,8 @@ def measure_model(spec: str) -> ModelProfile:
         meter.available(buckets)  # they always are
 
     waiting = WaitingParameters(flatten(named, plans), need)
-    arguments = batch if isinstance(batch, tuple) else (batch,)
-    for _ in range(2):  # to warm up
-        model(*arguments)
     passes = [_measure(meter, waiting, lambda: model(*arguments), len(plans)) for _ in range(NUM_PASSES)]
+    tell_scatter([*map(sum, passes)])
     forward_s = tuple(statistics.median(column) for column in zip(*passes, strict=True))
     is_here = all(plan.device.type == "cpu" for plan in plans)
     return ModelProfile(
@@ -80,6 +90,19 @@ def measure_model(spec: str) -> ModelProfile:
         num_busy_cores=_busy_cores(model, arguments, min(map(sum, passes))) if is_here else 0.0,
         stages=_measure_stages(model, arguments),
     )
+
+
+def tell_scatter(passes_s: Sequence[float]) -> None:
+    """Say so if passes that do the same took times far apart, as on a machine that something else keeps busy.
+
+    >>> tell_scatter([0.1, 0.11, 0.1])
+    """
+    least_s, median_s = min(passes_s), statistics.median(passes_s)
+    if median_s > SCATTERED * least_s:
+        say(
+            f"forward passes took {format_duration(least_s)} to {format_duration(max(passes_s))}, so this machine is "
+            "probably busy; measure again when it is idle, or say what a rank computes in a step (--compute)"
+        )
 
 
 def _measure_stages(model: nn.Module, arguments: tuple[Any, ...]) -> tuple[StageShape, ...]:
@@ -124,7 +147,10 @@ def _is_trained(module: nn.Module) -> bool:
 
 
 def _busy_cores(model: nn.Module, arguments: tuple[Any, ...], forward_s: float) -> float:
-    """Return the mean of both passes; of the forward pass alone, if nothing that it returns has a gradient."""
+    """Return the mean of both passes; of the forward pass alone, if nothing that it returns has a gradient.
+
+    A busy machine makes passes longer than they work, so one that is seen to work for less than a core has one.
+    """
     has_backward = False
 
     def run() -> None:
@@ -135,7 +161,7 @@ def _busy_cores(model: nn.Module, arguments: tuple[Any, ...], forward_s: float) 
             torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
 
     worked_s = least_core_s(run, num_runs=3)
-    return worked_s / ((1 + BACKWARD_PER_FORWARD if has_backward else 1) * forward_s)
+    return max(1.0, worked_s / ((1 + BACKWARD_PER_FORWARD if has_backward else 1) * forward_s))
 
 
 def measure_moving() -> float:
@@ -197,18 +223,27 @@ def _measure(
 
 def _make(spec: str) -> tuple[nn.Module, Any]:
     place, _, name = spec.rpartition(":")
-    rule = "--model is MODULE:FUNCTION or FILE.py:FUNCTION, whose function returns (model, batch)"
     if not place or not name:
-        raise ConfigurationError(f"{rule}; not {spec!r}")
+        raise _refusal(f"not {spec!r}")
     try:
         function = getattr(_load(place), name)
         made = function()
     except Exception as error:
-        raise ConfigurationError(f"{rule}; {spec!r} failed: {type(error).__name__}: {error}") from error
+        raise _refusal(f"{spec!r} failed: {type(error).__name__}: {error}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise ConfigurationError(f"{rule}; {spec!r} returned {type(made).__name__}")
+        raise _refusal(f"{spec!r} returned {type(made).__name__}")
     return made
 
 
+def _refusal(why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"--model is MODULE:FUNCTION or FILE.py:FUNCTION, whose function returns (model, batch); {why}"
+    )
+
+
 def _load(place: str) -> Any:
-    return pydoc.importfile(place) if place.endswith(".py") else importlib.import_module(place)
+    is_file = place.endswith(".py")
+    folder = str(Path(place).absolute().parent if is_file else Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as python does, for what the module imports later, too
+    return pydoc.importfile(place) if is_file else importlib.import_module(place)

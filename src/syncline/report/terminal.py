@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Console
@@ -126,7 +126,8 @@ def new_table(*headings: str, num_texts: int = 1, no_wrap: bool = False, **setti
     """Return a table for rich, as all commands have it: texts in the first columns, and in the others numbers."""
     table = Table(title_justify="left", box=box.SIMPLE_HEAD, **{"pad_edge": False, **settings})
     for place, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if place < num_texts else "right", no_wrap=no_wrap)
+        justify: Literal["left", "right"] = "left" if place < num_texts else "right"
+        table.add_column(heading, justify=justify, no_wrap=no_wrap, overflow="ellipsis" if no_wrap else "fold")
     return table
 
 

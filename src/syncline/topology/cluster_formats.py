@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 
@@ -35,7 +35,7 @@ _LEVELS = (
 """Labels of nodes, from the outermost level to the innermost."""
 _GPUS = ("nvidia.com/gpu", "amd.com/gpu")
 _HOST = re.compile(r"(?P<name>[^\s:]+)(?::(?P<count>\d+))?(?P<rest>(?:\s+\w+=\S+)*)", re.ASCII)
-_SLOTS = re.compile(r"\sslots=(\d+)", re.ASCII)
+_SLOTS = re.compile(r"\sslots=(\S+)", re.ASCII)
 _TOP = "network"
 _KEYS = ("switchname", "nodes", "switches", "linkspeed", "blockname", "blocksizes")
 _IS_CONF = re.compile(r"^\s*(switch|block)(name|sizes)\s*=", re.IGNORECASE | re.MULTILINE)
@@ -185,8 +185,11 @@ def read_hostfile(text: str, label: str) -> Switches:
         if match is None:
             raise TopologyError(f"{label} line {number}: {content!r} is not understood; write 'node1 slots=4'")
         slots = _SLOTS.search(match["rest"])
+        told = slots[1] if slots else match["count"] or "1"
+        if not (told.isascii() and told.isdecimal() and int(told)):
+            raise TopologyError(f"{label} line {number}: {told!r} is not a number of ranks; write 'node1 slots=4'")
         name = match["name"]
-        num_ranks[name] = num_ranks.get(name, 0) + int(slots[1] if slots else match["count"] or 1)
+        num_ranks[name] = num_ranks.get(name, 0) + int(told)
         lines.setdefault(name, number)
     if not num_ranks:
         raise TopologyError(f"{label} line 1: the file names no host; write 'node1 slots=4'")
@@ -210,19 +213,17 @@ def _hosts(names: str, line: int) -> tuple[HostPlace, ...]:
 def _read_conf(text: str, label: str) -> Switches:
     switches: dict[str, SwitchPlace] = {}
     blocks: list[str] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        content = line.partition("#")[0].strip()
-        if not content:
-            continue
+    for number, content in _joined_lines(text):
         try:
             settings = _read_settings(content)
             is_block = "blockname" in settings
-            names = expand_hostlist(settings.get("switchname") or settings.get("blockname") or "")
+            named = settings.get("switchname") or settings.get("blockname")  # BlockSizes= stands alone and names none
+            names = expand_hostlist(named) if named else ()
             below = expand_hostlist(settings["switches"]) if "switches" in settings else ()
             hosts = _hosts(settings["nodes"], number) if "nodes" in settings else ()
         except TopologyError as error:
             raise TopologyError(f"{label} line {number}: {error}") from error
-        for name in names if set(settings) != {"blocksizes"} else ():
+        for name in names:
             if name in switches:
                 raise TopologyError(
                     f"{label} line {number}: switch {name!r} has a line already, {switches[name].line}; give it one"
@@ -230,6 +231,21 @@ def _read_conf(text: str, label: str) -> Switches:
             switches[name] = SwitchPlace(line=number, switches=below, hosts=hosts)
             blocks += [name] * is_block
     return switches | ({_TOP: SwitchPlace(line=1, switches=tuple(blocks))} if len(blocks) > 1 else {})
+
+
+def _joined_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield what stands on each line, and its number; a line that ends in a backslash goes on in the next."""
+    first, joined = 0, ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        content = line.partition("#")[0].rstrip()
+        first = first if joined else number
+        joined += content.removesuffix("\\")
+        if not content.endswith("\\"):
+            if joined.strip():
+                yield first, joined
+            joined = ""
+    if joined.strip():
+        yield first, joined
 
 
 def _read_settings(content: str) -> dict[str, str]:

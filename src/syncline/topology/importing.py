@@ -61,6 +61,12 @@ def import_parts(
         raise TopologyError(
             f"{label} line {switches[name].line}: switch {name!r} is below itself; a topology is a tree"
         )
+    num_levels = builder.heights[root.name]  # the root itself has no link above it
+    if len(rates) > num_levels:
+        raise TopologyError(
+            f"{label}: {len(rates)} rates are given for {num_levels} levels of links; give at most {num_levels}, the "
+            "hosts' links first"
+        )
     return TopologyParts(name=origin, root=root, source=source, priorities=None)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +18,9 @@ from syncline.priorities.settings import Priorities
 from syncline.topology.host_matching import UNKNOWN_NETWORK, flat_root, match_ranks
 from syncline.topology.tree import DirectedLink, Host, Link, Node, Rank, Switch, restricted, walk
 from syncline.units import counted
+
+MAX_NAMED = 16
+"""Nodes that an error names."""
 
 
 class _Index(NamedTuple):
@@ -184,15 +188,15 @@ class Topology:
         for host in self.hosts:
             if host.name == host_name:
                 return tuple(rank.rank for rank in host.ranks)
-        known = ", ".join(host.name for host in self.hosts[:16])
-        more = ", ..." if len(self.hosts) > 16 else ""
-        raise TopologyError(f"{self._label()} has no host {host_name!r}; its hosts are {known}{more}")
+        known = _first_of(host.name for host in self.hosts)
+        raise TopologyError(f"{self._label()} has no host {host_name!r}; its hosts are {known}")
 
     @checked
     def node(self, name: str) -> Node:
         """Return the switch, host, socket (``"a0/s1"``) or rank (``"rank 3"``) called so, or :class:`TopologyError`."""
         if name not in self._index.nodes:
-            raise TopologyError(f"{self._label()} has no node {name!r}")
+            known = _first_of(node.name for node in self.walk() if isinstance(node, Switch | Host))
+            raise TopologyError(f"{self._label()} has no node {name!r}; its switches and hosts are {known}")
         return self._index.nodes[name]
 
     @checked
@@ -404,3 +408,9 @@ def _canonical(node: Node) -> tuple[object, ...]:
     told = (node.memory_bytes, node.gateway) if isinstance(node, Host) else (None, "every")
     more = () if told == (None, "every") else told  # so that other trees keep their digests
     return (type(node).__name__, node.name, link, features, tuple(_canonical(child) for child in node.children), *more)
+
+
+def _first_of(names: Iterable[str]) -> str:
+    """Spell the names that an error has room for."""
+    first = list(islice(names, MAX_NAMED + 1))
+    return ", ".join(first[:MAX_NAMED]) + (", ..." if len(first) > MAX_NAMED else "")
