@@ -157,7 +157,7 @@ class MismatchError(SynclineError):
     ...     calls[0].wait()
     ... except syncline.MismatchError as error:
     ...     print(str(error).partition(", but ")[0])
-    rank 0 (host memory) called all_reduce of 1 x uint8 (sum; barrier)
+    rank 0 (host memory) called all_reduce of 1 x uint8 (barrier)
     >>> first.abort(); second.abort()
     """
 

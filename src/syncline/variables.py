@@ -22,21 +22,24 @@ BEHIND, FLIGHT, METRICS = "SYNCLINE_BEHIND", "SYNCLINE_FLIGHT_RECORD", "SYNCLINE
 LIVE, REPORT, TRACE = "SYNCLINE_LIVE", "SYNCLINE_REPORT", "SYNCLINE_TRACE"
 
 
-def behind_limit_s() -> float:
-    """Return for how many seconds no step may be finished before it is said who is behind; infinite: for ever."""
-    text = process_variables().get(BEHIND) or "60"
+def behind_limit_s(values: Mapping[str, str] | None = None, *, who: str = BEHIND) -> float:
+    """Return for how many seconds no step may be finished before it is said who is behind; infinite: for ever.
+
+    ``values``: the variables, by default those of this process; ``who`` names what the user wrote, in an error.
+    """
+    text = (process_variables() if values is None else values).get(BEHIND) or "60"
     try:
         limit_s = math.inf if text == "off" else float(text)
     except ValueError:
         limit_s = 0.0
     if not limit_s > 0:
-        raise ConfigurationError(f"{BEHIND} must be a number of seconds, or off, not {text!r}")
+        raise ConfigurationError(f"{who} must be a positive number of seconds, or off, not {text!r}")
     return limit_s
 
 
-def live_place() -> str:
+def live_place(values: Mapping[str, str] | None = None) -> str:
     """Return where rank 0 shows the job as it runs: a file, ``"on"`` for standard error, or nothing."""
-    text = process_variables().get(LIVE) or "off"
+    text = (process_variables() if values is None else values).get(LIVE) or "off"
     if text not in ("on", "off") and not {".", os.sep} & set(text):
         raise ConfigurationError(f"{LIVE} must be on, off, or a file such as view.json, not {text!r}")
     return "" if text == "off" else text

@@ -154,7 +154,7 @@ def test_what_is_no_state_of_codes_is_refused() -> None:
     def refuse(group: SynclineProcessGroup) -> None:
         codec = syncline.compress_group("int8", group)
         key = f"rank{group.rank()}"
-        for wrong in (3, b"", b"none", codec.state_dict()[key][:40]):
+        for wrong in (3, b"", b"none", b"junk", b"\x80", codec.state_dict()[key][:40]):
             with pytest.raises(CheckpointError, match="no state of a group's codes"):
                 codec.load_state_dict({key: wrong})
         syncline.compress_group("off", group)

@@ -27,6 +27,20 @@ def strided(value: float = 0.0) -> torch.Tensor:
     return torch.full((4, 3), float(value)).t()[:, ::2]
 
 
+def test_elements_that_share_memory_are_written_as_one(run_ranks: Any) -> None:
+    def body(collectives: TensorCollectives, communicator: Any) -> None:
+        rank = communicator.rank
+        shared = [torch.full((1,), float(rank)).expand(4) for _ in range(4)]
+        collectives.all_reduce(shared[0], SUM).wait()
+        collectives.broadcast(shared[1], 2).wait()
+        collectives.all_gather([shared[2], torch.empty(4), torch.empty(4)], torch.full((4,), rank + 1.0)).wait()
+        collectives.scatter(shared[3], [torch.ones(4)] * WORLD if rank == 0 else None, 0).wait()
+        assert [tensor.tolist() for tensor in shared] == [[3.0] * 4, [2.0] * 4, [1.0] * 4, [1.0] * 4]
+        collectives.barrier().wait()
+
+    run_ranks(WORLD, body)
+
+
 def test_strided_inputs_and_outputs(run_ranks: Any) -> None:
     def body(collectives: TensorCollectives, communicator: Any) -> None:
         rank = communicator.rank

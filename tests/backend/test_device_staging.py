@@ -78,6 +78,17 @@ def ring(topology: Topology, collective: Collective, _: int, target: Any, root: 
     return PLANNERS["ring"].plan(topology, collective, target=target, root=root)
 
 
+def test_elements_that_share_memory_are_written_as_one() -> None:
+    def body(collectives: TensorCollectives, communicator: Any, _: ThreadDevice) -> None:
+        summed, given = torch.ones(2, 1).expand(2, 900), torch.full((1,), float(communicator.rank)).expand(2000)
+        collectives.all_reduce(summed, SUM).wait()
+        collectives.broadcast(given, 1).wait()
+        assert summed.eq(3).all()
+        assert given.eq(1).all()
+
+    run_devices(WORLD, body)
+
+
 @pytest.mark.parametrize(
     ("topology", "options", "dtype"),
     [

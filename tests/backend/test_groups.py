@@ -110,6 +110,16 @@ def again_of(group: Group) -> object:
     return again
 
 
+def test_a_barrier_is_no_sum_of_a_byte() -> None:
+    def body(group: Group) -> None:
+        group.barrier().wait()
+        call = group.barrier if group.rank() == 0 else lambda: group.allreduce([torch.ones(1, dtype=torch.uint8)])
+        with pytest.raises(MismatchError, match="uint8 \\(barrier\\)"):
+            call().wait()
+
+    run_groups(3, body)
+
+
 def test_calls_that_differ_fail_as_c_plus_plus_expects_on_all_ranks() -> None:
     def body(group: Group) -> None:
         work = group.allreduce([torch.ones(3 + group.rank())])

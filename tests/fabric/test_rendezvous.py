@@ -107,6 +107,17 @@ def test_a_stale_hello_is_replaced_before_anyone_goes():
     assert [other.port for other in meeting.results[0].members] == [7000, 7001, 7002]
 
 
+def test_a_rank_that_does_not_acknowledge_need_not_be_of_an_earlier_attempt():
+    meeting = Meeting(DictStore(), 2)
+    zero, one = meeting.start(0, 7000, timeout_s=5.0), meeting.start(1, 7001)
+    one()  # says that it is there, and then has no turn any more
+    while 0 not in meeting.results:
+        zero()
+    assert "rank 1 did not acknowledge yet (busy, stopped, or gone with an earlier attempt)" in str(meeting.results[0])
+    while 1 not in meeting.results:
+        one()
+
+
 def test_rank_zero_comes_last():
     store = DictStore()
     meet_all(store, 2)

@@ -78,6 +78,40 @@ def test_calls_that_differ_are_an_error_on_every_rank_that_names_both(in_memory,
     assert all(isinstance(communicator.failure, MismatchError) for communicator in communicators)
 
 
+def test_a_barrier_is_no_sum_of_a_byte(in_memory):
+    first, *others = in_memory(3)
+    works = [first.barrier(), *(other.all_reduce(view(1, "uint8"), numpy_reduction("uint8")) for other in others)]
+    for error in errors_of(works):
+        assert isinstance(error, MismatchError)
+        assert "(barrier)" in str(error)
+
+
+def test_roots_and_sizes_of_parts_that_differ_are_told(in_memory):
+    """Of many parts, the first that differs."""
+
+    def texts_of(num_ranks, calls):
+        communicators = in_memory(num_ranks)
+        works = [calls[rank > 0](communicator) for rank, communicator in enumerate(communicators)]
+        works = [*works, *(communicator.barrier() for communicator in communicators)]
+        return {str(error) for error in errors_of(works[-num_ranks:])}
+
+    def gather(parts):
+        return lambda each: each.all_gather(memoryview(bytearray(sum(parts))), parts=parts)
+
+    calls = [lambda each, root=root: each.broadcast(view(4), root=root) for root in (1, 0)]
+    for text in texts_of(2, calls):
+        assert "broadcast of 16 x uint8 from rank 1 (broadcast)" in text
+        assert "broadcast of 16 x uint8 from rank 0 (broadcast)" in text
+    for text in texts_of(2, [gather([5, 3]), gather([3, 5])]):
+        assert "all_gather of 8 x uint8 in parts of 5, 3 (all_gather)" in text
+        assert "all_gather of 8 x uint8 in parts of 3, 5 (all_gather)" in text
+    for text in texts_of(9, [gather([1, 2, 3, *[4] * 6]), gather([1, 3, 2, *[4] * 6])]):
+        assert "in parts of which rank 1's is 2 (all_gather)" in text
+        assert "in parts of which rank 1's is 3 (all_gather)" in text
+    for text in texts_of(9, [gather([1, 2, 3, *[4] * 6]), gather([])]):
+        assert "in parts of which rank 0's is 1 (all_gather)" in text
+
+
 def test_large_messages_of_calls_that_differ_do_not_wait_for_the_deadline(in_memory):
     communicators = in_memory(3, seed=4)
     sizes = [300_000, 300_000, 300_002]

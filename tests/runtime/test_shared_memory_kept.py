@@ -121,6 +121,23 @@ def test_calls_that_differ_fail_on_every_rank(in_shared_memory):
         assert "rank 2 (host memory) called all_reduce of 11 x float32" in str(error)
 
 
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "awaited"])
+def test_a_barrier_is_no_sum_of_a_byte(in_shared_memory, is_kept):
+    byte = numpy_reduction("uint8")
+
+    def body(communicator):
+        barrier = communicator.rank == 0
+        if is_kept:
+            make(communicator, np.ones(1, "u1"), byte, op="barrier" if barrier else "sum")
+        elif barrier:
+            communicator.barrier(is_awaited=True).wait(60)
+        else:
+            communicator.all_reduce(memoryview(bytearray(1)), byte, is_awaited=True).wait(60)
+
+    for error in on_all(in_shared_memory(3), body):
+        assert isinstance(error, MismatchError), error
+
+
 def test_a_rank_that_does_not_come_is_named(in_shared_memory):
     def body(communicator):
         if communicator.rank != 1:

@@ -38,9 +38,17 @@ def test_what_is_not_simply_there_is_copied_and_put_back(tensor: torch.Tensor) -
     assert is_plain(landing)
     assert landing.shape == tensor.shape
     assert not shares_memory(host, tensor)
-    if 0 not in tensor.stride():
-        put_back(host * 2, tensor)
-        assert torch.equal(tensor, host * 2)
+    put_back(host * 2, tensor)
+    assert torch.equal(tensor, host * 2)
+
+
+def test_elements_that_share_memory_take_the_first_ones_value() -> None:
+    tensor = torch.zeros(2, 1, 3)[:, :, :1].expand(2, 4, 3)
+    put_back(torch.arange(24.0).view(2, 4, 3), tensor)
+    assert tensor[:, 0, 0].tolist() == [0.0, 12.0]
+    assert torch.equal(tensor, tensor[:, :1, :1].expand(2, 4, 3))
+    nothing = torch.ones(1, 0).expand(4, 0)
+    put_back(nothing.clone(), nothing)
 
 
 @pytest.mark.parametrize("tensor", [torch.ones(3), torch.ones(4, 3)[1:3], torch.empty(0), torch.tensor(1.0)])

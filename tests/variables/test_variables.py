@@ -6,6 +6,7 @@ import ast
 import io
 import math
 import re
+import threading
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,18 @@ from syncline.cli.main import _front
 from syncline.errors import ConfigurationError
 from syncline.members import Elastic
 from syncline.pytorch import launchers
-from syncline.pytorch.environment import WITHOUT_VARIABLE, Arguments, Environment, read_environment, variable_of
+from syncline.pytorch.environment import (
+    WITHOUT_VARIABLE,
+    Arguments,
+    BackendOptions,
+    Environment,
+    read_environment,
+    variable_of,
+)
+from syncline.pytorch.init import init
 from syncline.pytorch.secret import choose_secret
+from syncline.runtime import Communicator
+from syncline.runtime.failures import LOOK
 from syncline.topology import Topology
 from syncline.variables import behind_limit_s, is_coloured, live_place, process_variables
 
@@ -235,7 +246,7 @@ def test_what_run_is_told_of_watching_goes_before_its_variables(
         assert behind_limit_s() == limit_s
     for text in ("0", "soon"):
         monkeypatch.setenv("SYNCLINE_BEHIND", text)
-        with pytest.raises(ConfigurationError, match=f"SYNCLINE_BEHIND must be a number of seconds.*{text}"):
+        with pytest.raises(ConfigurationError, match=f"SYNCLINE_BEHIND must be a positive number of seconds.*{text}"):
             behind_limit_s()
     for text, place in (("on", "on"), ("view.json", "view.json"), ("/tmp/view", "/tmp/view"), ("off", ""), ("", "")):
         monkeypatch.setenv("SYNCLINE_LIVE", text)
@@ -251,6 +262,32 @@ def test_what_run_is_told_of_watching_goes_before_its_variables(
     assert open_logs(job, None, {}) == {}
     with pytest.raises(ConfigurationError, match=r"--log-dir .*logs cannot be written there: File exists"):
         open_logs(job, tmp_path / "logs" / "rank-0.log", {})
+
+
+@pytest.mark.parametrize("variable", ["SYNCLINE_BEHIND", "SYNCLINE_LIVE"])
+def test_what_is_watched_by_is_checked_before_anything_starts(variable: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{variable} must be .* not 'foo'"):
+        read_environment(JOB | {variable: "foo"})
+
+
+def test_a_fleet_that_cannot_be_made_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter would end with SIGABRT while a loop runs."""
+    before = threading.active_count()
+
+    def fail(communicator: Communicator) -> None:
+        raise ConfigurationError("nobody can be watched")
+
+    monkeypatch.setattr(Communicator, "watch_ranks", fail)
+    with pytest.raises(ConfigurationError, match="nobody can be watched"):
+        init(rank=0, world_size=1)
+    assert threading.active_count() == before
+
+
+def test_the_remedy_of_late_calls_names_settings_that_exist() -> None:
+    names = set(re.findall(r"\w+_s\b", LOOK))
+    assert names == {"timeout_s", "stall_s"}
+    assert names <= {field.name for field in fields(Arguments)}
+    assert hasattr(BackendOptions, "stall_s")
 
 
 def test_a_secret_file_goes_before_its_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

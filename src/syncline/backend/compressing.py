@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,18 @@ from syncline.backend.creation import state_of
 from syncline.backend.group_state import GroupState
 from syncline.errors import CheckpointError, ConfigurationError
 from syncline.updates.compression import Compress
+
+_NO_STATE = (
+    AttributeError,
+    EOFError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.PickleError,
+    struct.error,
+)
+"""What :func:`torch.load` raises for bytes that it did not write, as random ones have shown."""
 
 
 class GroupCodec:
@@ -54,7 +67,7 @@ class GroupCodec:
             found = {} if saved is None else torch.load(io.BytesIO(saved), weights_only=True)
             if reductions is not None:
                 reductions.load_state(found)
-        except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, EOFError, pickle.PickleError) as error:
+        except _NO_STATE as error:
             raise CheckpointError(
                 f"This is no state of a group's codes: {error}; give what GroupCodec.state_dict() returned"
             ) from error

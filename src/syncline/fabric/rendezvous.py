@@ -325,7 +325,7 @@ class Rendezvous:
                 self._hear(attempt, rank)  # it may have replaced what an earlier attempt left
         if attempt.waiting:
             who = name_ranks(attempt.waiting)
-            attempt.waits_for = f"{who} did not acknowledge (processes of an earlier attempt are gone)"
+            attempt.waits_for = f"{who} did not acknowledge yet (busy, stopped, or gone with an earlier attempt)"
             return None
         self._records.set("go", {"epoch": attempt.epoch})
         return attempt.generation()

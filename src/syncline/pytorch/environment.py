@@ -30,7 +30,7 @@ from syncline.pytorch.secret import read_secret
 from syncline.runtime.communicator import DEFAULT_TIMEOUT_S
 from syncline.topology import Topology
 from syncline.updates.private_torch import default_store
-from syncline.variables import process_variables, switch, whole_number
+from syncline.variables import behind_limit_s, live_place, process_variables, switch, whole_number
 
 FLAT = "flat"
 """In place of a topology: one switch for all hosts, of which nothing is known."""
@@ -170,6 +170,8 @@ def read_environment(
     topology, trace = said.topology if join else chosen["topology"], chosen["trace"]
     if chosen["on_preemption"] not in (None, "leave", "checkpoint"):
         raise ConfigurationError(f"on_preemption must be 'leave' or 'checkpoint', not {chosen['on_preemption']!r}")
+    for check in (behind_limit_s, live_place):  # which are read once all ranks are connected: too late for an error
+        check(values)
     return Environment(
         rank=place.rank,
         world_size=place.world_size,

@@ -141,6 +141,7 @@ def open_fleet(environment: Environment, *, is_current: bool = True) -> Fleet:
         environment, service, entry = _open_ways(with_address(environment), stack)
         options = environment.fabric
         communicator, is_in_doubt = connect(environment, open_store)
+        stack.callback(communicator.abort)  # its loop must not outlive what could not be begun
         fleet = Fleet(communicator, is_trusted=options.secret is not None or not is_exposed(options))
         stack.callback(fleet.close, is_failing=True)
         is_measured = environment.topology in (None, MEASURE) and communicator.topology.has_rates

@@ -44,6 +44,10 @@ class CallSettings(BasicSettings, total=False):
 
 DETAILS = " -- "
 """What follows it in a :class:`Description` belongs at the end of an error."""
+PARTS = " in parts of "
+"""What precedes the sizes of unequal parts there, in rank order and in the unit of the whole."""
+MOST_PARTS = 32
+"""Of which a description tells: it is cut after so many characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,9 +189,12 @@ class CollectiveCall(Call):
     def describe(self) -> Description:
         """Describe it by what is moved, what becomes of it, and on which ways."""
         meaning = f"{self.meaning}; " if self.meaning and self.meaning != self.label else ""
+        where = f" from rank {self.schedule.root}" if self.schedule.collective is Collective.BROADCAST else ""
+        if self.parts:
+            where = f"{PARTS}{', '.join(map(str, self.parts[:MOST_PARTS]))}"
         return Description(
             identity=f"{self.kind} {self.numbers} {self.meaning} {self.schedule.digest} {self.layout.digest}",
-            text=f"{self.kind} of {self.numbers} ({meaning}{self.what[:200]})"
+            text=f"{self.kind} of {self.numbers}{where} ({meaning}{self.what[:200]})"
             f"{DETAILS}schedule {self.schedule.planner} {self.schedule.digest[:8]}, layout {self.layout.digest}",
         )
 

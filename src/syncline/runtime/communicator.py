@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from syncline.runtime.statistics import FleetStatistics
 
 DEFAULT_TIMEOUT_S = 300.0
+BARRIER = "barrier"
+"""The meaning of the sum that a barrier is, so that no other sum of a byte matches it."""
 _OF_CALLS = BasicSettings.__optional_keys__ - {"is_awaited"}
 """What of the settings a call is made with."""
 TOKEN_BYTES = 8
@@ -391,7 +393,7 @@ class Communicator:
     @checked
     def barrier(self, **settings: Unpack[CallSettings]) -> Work:
         """End when every rank has called it."""
-        settings = {"label": "barrier", **settings}
+        settings = {"label": "barrier", "op": BARRIER, **settings}
         return self.all_reduce(memoryview(bytearray(1)), numpy_reduction("uint8"), **settings)
 
     @property

@@ -20,7 +20,7 @@ from syncline.errors import (
     name_ranks,
 )
 from syncline.fabric.liveness import describe_absence
-from syncline.runtime.call import DETAILS
+from syncline.runtime.call import DETAILS, PARTS
 from syncline.runtime.control import Failure, Tally
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ SAME_BATCHES_OF_PAIRS = (
     "drop_last=True of a DataLoader)"
 )
 LOOK = (
-    "look where it is (py-spy dump --pid), or raise timeout and stall of syncline.init() if it may compute for so long"
+    "look where it is (py-spy dump --pid), or raise timeout_s and stall_s of syncline.init() (of a process group, its "
+    "timeout and BackendOptions.stall_s) if it may compute for so long"
 )
 SAME_ORDER = "all ranks must make the same calls in the same order"
 STEP, PHASED_STEP = "step", "phased step"
@@ -50,6 +51,9 @@ SAME_COUNTS = {STEP: SAME_BATCHES, PHASED_STEP: SAME_BATCHES_OF_PAIRS}
 """By unit, what lets all ranks make as many."""
 _STEP = re.compile(r", step \d+\b")
 """In what a call of a step is called."""
+_PARTS = re.compile(rf"{PARTS}(\d+(?:, \d+)*)")
+MOST_SIZES = 8
+"""Of parts that an error lists; of more, it names the first that differs."""
 LATE_S = 5.0
 """A loop that looks at its clock so much too late did not run."""
 MISMATCH, DEADLINE, PEER_LOST, CRASH, CLOSED = "mismatch", "deadline", "peer lost", "crash", "closed"
@@ -141,6 +145,7 @@ def common_call(text: str) -> str | None:
 
 def disagreement(texts: Mapping[int, str], describe: Callable[[int], str], place: str) -> tuple[str, tuple[int, ...]]:
     """Say that two ranks made different calls, and who of them is at fault, first; ``texts`` describe their calls."""
+    texts = _shorten_parts(texts)
     halves = {rank: texts[rank].partition(DETAILS) for rank in sorted(texts)}
     called = {rank: f"{describe(rank)} called {what}" for rank, (what, _, _) in halves.items()}
     details = "; ".join(f"{describe(rank)}: {about}" for rank, (_, _, about) in halves.items() if about)
@@ -159,6 +164,19 @@ def disagreement(texts: Mapping[int, str], describe: Callable[[int], str], place
         )
     text = f"{', but '.join(called.values())}. {SAME_ORDER.capitalize()}; {place} differs"
     return f"{text} ({details})" if details else text, tuple(called)
+
+
+def _shorten_parts(texts: Mapping[int, str]) -> Mapping[int, str]:
+    """Let calls of many unequal parts name one of them: the first that differs."""
+    sizes = {rank: found[1].split(", ") for rank, text in texts.items() if (found := _PARTS.search(text))}
+    if max(map(len, sizes.values()), default=0) <= MOST_SIZES:
+        return texts
+    columns = enumerate(zip(*sizes.values(), strict=False))
+    owner = next((owner for owner, column in columns if len(set(column)) > 1), 0)
+    return {
+        rank: _PARTS.sub(f"{PARTS}which rank {owner}'s is {sizes[rank][owner]}", text) if rank in sizes else text
+        for rank, text in texts.items()
+    }
 
 
 def find_odd(what: str, waiting: Sequence[int], elsewhere: Mapping[int, str]) -> list[int]:

@@ -72,9 +72,10 @@ class TensorCollectives:
     multiplies what this rank brings to a "sum" or a "mean", which is then divided by the sum of all weights.
 
     The order of its calls must be the same on all ranks. Calls that differ in kind, operation, type or size are an
-    error on all of them, :class:`MismatchError`; :class:`DeadlineError` and :class:`PeerLostError` name who is late or
-    lost. After any of these no more calls can be made. What a tensor cannot do is refused before the call begins, with
-    a :class:`ConfigurationError`, and the next call is as if it had not been made.
+    error, :class:`MismatchError`, on every rank, at the latest in its next call; :class:`DeadlineError` and
+    :class:`PeerLostError` name who is late or lost. After any of these no more calls can be made. What a tensor cannot
+    do is refused before the call begins, with a :class:`ConfigurationError`, and the next call is as if it had not been
+    made.
 
     ``scratch`` keeps memory from call to call; several groups may share it. Tensors of the device of ``staged`` travel
     in chunks in all_reduce, broadcast, all_gather_single and reduce_scatter_single; all others on a device as a whole.
@@ -124,7 +125,7 @@ class TensorCollectives:
             return None
         if not num_bytes or reduction.prepare is not None:
             return None
-        about: CallSettings = {"label": "barrier"} if is_barrier else {"op": reduction.meaning}
+        about: CallSettings = {"label": op, "op": op} if is_barrier else {"op": reduction.meaning}
         adds, finish = reduction.reduction, reduction.finish
         return self._communicator.keep(num_bytes, adds, view=bytes_of, finish=finish, **about)
 

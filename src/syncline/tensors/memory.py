@@ -175,10 +175,20 @@ def shares_memory(host: torch.Tensor, tensor: torch.Tensor) -> bool:
 def put_back(host: torch.Tensor, tensor: torch.Tensor) -> None:
     """Copy what was made in host memory to where it belongs, if that is elsewhere.
 
-    A tensor of an inference may only be written where the inference goes on, but what was detached just before may.
+    A tensor of an inference may only be written where the inference goes on, but what was detached just before may. Of
+    elements that share memory, as ``expand()`` makes them, the first one's value counts for all.
     """
     if not shares_memory(host, tensor):
-        tensor.detach().copy_(host.view(tensor.shape))
+        values, place = without_repeats(host.view(tensor.shape), tensor.detach())
+        place.copy_(values)
+
+
+def without_repeats(values: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both without what is the same memory again in ``place``: torch writes nothing that ``expand()`` made."""
+    for dimension, stride in enumerate(place.stride()):
+        if not stride and place.size(dimension) > 1:
+            values, place = values.narrow(dimension, 0, 1), place.narrow(dimension, 0, 1)
+    return values, place
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

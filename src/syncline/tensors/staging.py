@@ -29,7 +29,7 @@ from syncline.runtime.work import Work
 from syncline.runtime.worker_thread import WorkerThread
 from syncline.schedule import Collective, Layout, Schedule
 from syncline.tensors.device_copies import CopyKind, CopyRange, DeviceCopier, Mark
-from syncline.tensors.memory import bytes_of, dtype_name, touches
+from syncline.tensors.memory import bytes_of, dtype_name, touches, without_repeats
 from syncline.tensors.reductions import TensorReduction
 from syncline.tensors.work import TensorWork, end_work
 
@@ -222,7 +222,7 @@ class Staging:
     def _complete(self, staged: StagedWork) -> None:
         landing, result = staged.landing, staged.result
         if staged.error is None and landing.data_ptr() != result.data_ptr():
-            staged.stored = self.copier.put(landing.view(result.shape), result)
+            staged.stored = self.copier.put(*without_repeats(landing.view(result.shape), result))
         self._end(staged, staged.error)
 
     def _fail(self, error: BaseException) -> None:

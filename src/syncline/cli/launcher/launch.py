@@ -23,10 +23,22 @@ from syncline.cli.launcher.scratch import (
 from syncline.cli.launcher.session import Session, run_job
 from syncline.cli.launcher.supervisor import Limits, RestartLimits
 from syncline.cli.launcher.terminal import Terminal, labels
+from syncline.endpoints import MAX_PORT, own_address, parse_endpoint
 from syncline.errors import ConfigurationError
 from syncline.last_words import LAST_WORDS
+from syncline.pytorch.secret import choose_secret
 from syncline.topology import Topology
-from syncline.variables import BEHIND, FLIGHT, LIVE, METRICS, REPORT, TRACE, process_variables
+from syncline.variables import (
+    BEHIND,
+    FLIGHT,
+    LIVE,
+    METRICS,
+    REPORT,
+    TRACE,
+    behind_limit_s,
+    live_place,
+    process_variables,
+)
 
 ON_PREEMPTION = "SYNCLINE_ON_PREEMPTION"
 TRACE_NAME = "trace.json"
@@ -88,6 +100,7 @@ def launch(request: Request, *, terminal: Terminal | None = None) -> int:
 
 def _run_in(scratch: Path, request: Request, job: Job, host: str | None, terminal: Terminal) -> int:
     base = _base_variables(request)
+    _check_request(request, job, base)
     view = scratch / "view.json" if request.is_live and terminal.is_screen and request.terminal_rank is None else None
     if request.is_live:
         base = {**base, LIVE: str(view or "on")}
@@ -126,6 +139,40 @@ def _run_in(scratch: Path, request: Request, job: Job, host: str | None, termina
     if target and _save_trace(target, traces, terminal, is_told=request.trace is not None) and request.report:
         _save_report(target, own_target(job, request.report, host), request.command, terminal)
     return code
+
+
+def _check_request(request: Request, job: Job, base: Mapping[str, str]) -> None:
+    """Refuse once, in words that the user wrote, what every rank would end with in a traceback."""
+    behind_limit_s(base, who=BEHIND if request.behind is None else "--behind")
+    live_place(base)
+    if (secret := choose_secret(request.secret_file)) is not None:
+        from syncline.fabric import FabricOptions  # which loads numpy
+
+        FabricOptions(secret=secret)
+    if request.metrics is not None:
+        _check_metrics(request.metrics, job)
+    is_found_by_ranks = job.world_size > 1 and not base.get("SYNCLINE_INTERFACE")
+    if request.master is not None and is_found_by_ranks and not request.restarts.count:  # which may wait for a name
+        own_address(job.master_address, what="--master")
+    least = 1 if request.elastic is None else request.elastic.min_ranks or 1
+    if job.join is None and least > job.world_size:
+        raise ConfigurationError(
+            f"--min-ranks must be at most the number of ranks, {job.world_size}, not {least}: with fewer the job "
+            "stops; start more ranks, or ask for fewer"
+        )
+
+
+def _check_metrics(place: str, job: Job) -> None:
+    """Raise :class:`ConfigurationError` if ``--metrics`` is no folder, and no port from which each rank has one."""
+    if not place.isdecimal() and ":" not in place:
+        return
+    _, port = parse_endpoint(place if ":" in place else f"127.0.0.1:{place}", default_port=0, what="--metrics")
+    last = port + job.world_size - 1
+    if last > MAX_PORT:
+        raise ConfigurationError(
+            f"--metrics {place}: rank r serves at that port + r, up to {last}, but ports end at {MAX_PORT}; give a "
+            f"port of at most {MAX_PORT + 1 - job.world_size}"
+        )
 
 
 def _base_variables(request: Request) -> Mapping[str, str]:
