@@ -45,7 +45,9 @@ def parse_ports(text: str) -> tuple[int, int] | None:
     first, dash, last = (part.strip() for part in text.partition("-"))
     numbers = (first, last if dash else first)
     if not all(number.isdecimal() for number in numbers) or not 0 < int(first) <= int(numbers[1]) <= MAX_PORT:
-        raise ConfigurationError(f"ports must be PORT or FIRST-LAST, from 1 to {MAX_PORT}, as 29600-29631, not {text!r}")
+        raise ConfigurationError(
+            f"ports must be PORT or FIRST-LAST, from 1 to {MAX_PORT}, as 29600-29631, not {text!r}"
+        )
     return int(first), int(numbers[1])
 
 

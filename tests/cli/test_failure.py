@@ -2,8 +2,17 @@
 
 import sys
 
+import pytest
+
 from syncline import last_words
-from syncline.cli.launcher.failure import describe_failures, describe_first, describe_restarts, pick_cause, traceback_of
+from syncline.cli.launcher.failure import (
+    describe_failures,
+    describe_first,
+    describe_restarts,
+    fate_of,
+    pick_cause,
+    traceback_of,
+)
 from syncline.cli.launcher.supervisor import Exit, Failure
 from syncline.errors import DeadlineError, accusing
 from syncline.last_words import LAST_WORDS, LastWords
@@ -58,6 +67,31 @@ def test_whom_the_others_name_stands_first_though_it_was_only_ended_or_ended_wel
     assert left[0] == "the job failed: rank 1 (host a1), which ended with exit code 0"
     own = describe_failures(failures[:2], names=NAMES, tails=tails | {2: TRACEBACK}, words={0: words[0]})
     assert own[0] == "the job failed: rank 2 (host b1), exit code 1", "a rank that failed by itself is the cause"
+
+
+def test_the_fate_of_an_attempt_names_whom_its_report_names():
+    words = {0: LastWords(ranks=(1,), text="rank 1 (host a1) left after 3 steps")}
+    tails = {0: ["syncline.errors.DeadlineError: rank 1 (host a1) left after 3 steps"], 1: []}
+    told, ended = failure(0, code=1), failure(1, signal_number=15, was_signalled=True)
+    assert fate_of([told], names=NAMES, tails=tails, words=words) == "rank 1 (host a1) ended with exit code 0"
+    fate = fate_of([told, ended], names=NAMES, tails=tails, words=words)
+    assert fate == "rank 1 (host a1) was ended by the launcher (killed by SIGTERM)"
+    fate = fate_of([told, failure(2, code=3)], names=NAMES, tails=tails | {2: TRACEBACK}, words=words)
+    assert fate == "rank 2 (host b1) ended with exit code 3"
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        "syncline.errors.RendezvousError: rank 0 cannot serve the store at MASTER_ADDR:MASTER_PORT 127.0.0.1:29500: "
+        "Address already in use; give all ranks a MASTER_PORT that no other program on rank 0's host uses",
+        "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address.",
+    ],
+)
+def test_what_a_rank_could_not_do_itself_is_a_cause_of_whatever_class_it_is(own):
+    tails = {0: [own], 2: ["syncline.errors.RendezvousError: The store at MASTER_ADDR:MASTER_PORT cannot be opened"]}
+    failures = [failure(2, code=1), failure(0, code=1), failure(1, signal_number=15, was_signalled=True)]
+    assert describe_failures(failures, names=NAMES, tails=tails)[0] == "the job failed: rank 0 (host a1), exit code 1"
 
 
 def test_a_signal_is_explained():

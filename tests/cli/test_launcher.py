@@ -259,6 +259,29 @@ def test_the_second_ctrl_c_kills(tmp_path):
     assert launcher.finish()[0] == 130
 
 
+@pytest.mark.parametrize("saves", [True, False])
+def test_ranks_that_fail_when_they_are_told_to_end_are_reported(saves, tmp_path):
+    """As where a save fails that a notice has asked for: those that have saved end with status 143."""
+    launcher = Launcher(
+        f"""
+        def save(*_):
+            if rank == 1 and not {saves}: sys.exit("CheckpointError: No space left on device")
+            sys.exit(143)
+
+        signal.signal(signal.SIGTERM, save)
+        print("ready")
+        while True: signal.pause()
+        """,
+        tmp_path,
+    )
+    launcher.lines(2)
+    launcher.process.send_signal(signal.SIGTERM)
+    code, _, error = launcher.finish()
+    assert code == 143
+    report = "syncline: the job failed: rank 1, exit code 1\n    CheckpointError: No space left on device\n"
+    assert error.endswith(report) if not saves else "the job failed" not in error
+
+
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_die_with_their_launcher(tmp_path, signal_number):
     launcher = Launcher("print(os.getpid())\nwhile True: signal.pause()", tmp_path)

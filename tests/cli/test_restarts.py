@@ -50,6 +50,23 @@ def test_a_job_that_fails_each_time_is_given_up_with_its_exit_code():
     assert "syncline: no further restart, as --restarts allows it 2 times in 3600 s; attempts: 1. rank 0" in error
 
 
+def test_the_summary_names_whom_the_report_of_the_attempt_names():
+    """Rank 1 leaves, and rank 0 ends with an error that names it."""
+    code, _, error = start(
+        """
+        if rank == 1: sys.exit()
+        tell(ranks=[1], text="rank 1 left after 3 steps")
+        sys.exit("DeadlineError: rank 1 left after 3 steps")
+        """,
+        restarts=RestartLimits(count=1, first_pause_s=0.01),
+    )
+    assert code == 1
+    assert error.count("the job failed: rank 1, which ended with exit code 0") == 2
+    assert error.splitlines()[-1].endswith(
+        "attempts: 1. rank 1 ended with exit code 0; 2. rank 1 ended with exit code 0"
+    )
+
+
 def test_without_restarts_nothing_is_said_of_them():
     code, _, error = start("sys.exit(4)", num_ranks=1)
     assert code == 4
@@ -173,6 +190,38 @@ def test_an_elastic_job_with_too_few_survivors_has_failed():
     code, _, error = start("if os.environ['RANK'] == '1': sys.exit(3)", elastic=Elasticity(min_ranks=2))
     assert code == 3
     assert "the job failed: rank 1, exit code 3" in error
+
+
+def test_a_job_that_loses_its_quorum_names_no_rank_that_it_had_survived(tmp_path):
+    """Rank 1 is killed; ranks 0 and 2 go on, until rank 2 is killed too, which rank 0's error names."""
+    os.mkfifo(tmp_path / "pid")
+    os.mkfifo(tmp_path / "stop")
+    code, _, error = start(
+        f"""
+        pid, stop = {str(tmp_path / "pid")!r}, {str(tmp_path / "stop")!r}
+
+        def wait_until_launcher_has_seen_the_end_of(number):
+            while os.path.exists(f"/proc/{{number}}"):
+                os.sched_yield()
+
+        tell(met=True)
+        if rank == 1:
+            open(pid, "w").write(str(os.getpid()))
+            os.kill(os.getpid(), 9)
+        if rank == 2:
+            wait_until_launcher_has_seen_the_end_of(open(pid).read())
+            open(stop, "w").write(str(os.getpid()))
+            os.kill(os.getpid(), 9)
+        wait_until_launcher_has_seen_the_end_of(open(stop).read())
+        tell(ranks=[2], text="rank 2 lost; start again from a checkpoint")
+        sys.exit("syncline.errors.QuorumLostError: rank 2 lost; start again from a checkpoint")
+        """,
+        elastic=Elasticity(min_ranks=2),
+        num_ranks=3,
+    )
+    assert code == 128 + signal.SIGKILL
+    assert "the job failed: rank 2, killed by SIGKILL" in error
+    assert "the job failed: rank 1" not in error
 
 
 def test_newcomers_are_told_whom_to_join_and_no_place():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import json
@@ -253,6 +254,69 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     (path / MANIFEST).write_text(json.dumps(outer | {"format": 99}))
     with pytest.raises(CheckpointError, match="format 99"):
         load_checkpoint(path, model)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+class Clipped(torch.optim.AdamW):
+    """A user's own, with a number more than the one it is made from."""
+
+    def __init__(self, parameters: Any, *, clip: float = 1.0) -> None:
+        super().__init__(parameters)
+        self.defaults["clip"] = clip
+        for group in self.param_groups:
+            group["clip"] = clip
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader", "told"),
+    [
+        (make, sgd, r"than SGD: it has betas, eps and lacks dampening, momentum; give the optimizer"),
+        (sgd, make, r"than AdamW: it has dampening, momentum and lacks betas, eps; give the optimizer"),
+    ],
+    ids=["adamw_into_sgd", "sgd_into_adamw"],
+)
+@pytest.mark.parametrize("num_ranks", [0, 2])
+def test_a_checkpoint_of_another_optimizer_is_refused_and_nothing_is_changed(
+    saver: Any, loader: Any, told: str, num_ranks: int, tmp_path: Path, run_fleets: Any
+) -> None:
+    model = CASE.make()
+    optimizer = saver(model)
+    go_on(model, optimizer, BATCHES[:1])
+    save_checkpoint(tmp_path / "saved", model, optimizer)
+    models = spoilt_copies(max(num_ranks, 1))
+
+    def body(fleet: Fleet | None) -> None:
+        model = models[0 if fleet is None else fleet.rank]
+        inner = optimizer = loader(model)
+        before = copy.deepcopy(inner.param_groups[0] | {"params": []})
+        if fleet is not None:
+            model, optimizer = distribute(model, inner, Sharded(), samples="batch", fleet=fleet)
+        with pytest.raises(CheckpointError, match=told):
+            load_checkpoint(tmp_path / "saved", model, optimizer)
+        assert inner.param_groups[0] | {"params": []} == before
+        assert all((parameter == 9).all() for parameter in model.parameters())
+        load_checkpoint(tmp_path / "saved", model)
+
+    run_fleets(num_ranks, body) if num_ranks else body(None)
+
+
+def test_keys_that_versions_schedulers_and_users_add_to_groups_are_no_other_optimizer(tmp_path: Path) -> None:
+    model = CASE.make()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+    go_on(model, optimizer, BATCHES[:1])
+    optimizer.param_groups[0] |= {"layer": 3, "new_switch": False}
+    del optimizer.param_groups[0]["fused"]
+    save_checkpoint(tmp_path / "saved", model, optimizer)
+    del optimizer.param_groups[0]["layer"]
+    save_checkpoint(tmp_path / "without", model, optimizer)
+    for name, loader in (("saved", torch.optim.AdamW(model.parameters())), ("without", Clipped(model.parameters()))):
+        load_checkpoint(tmp_path / name, model, loader)
+        assert loader.param_groups[0]["max_lr"] == 0.1
+        go_on(model, loader, BATCHES[1:2])
 
 
 def test_a_full_disk_is_called_so_on_every_rank_and_leaves_the_old_checkpoint(

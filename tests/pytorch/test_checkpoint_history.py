@@ -14,6 +14,7 @@ import syncline
 from syncline.errors import CheckpointError, ConfigurationError
 from syncline.pytorch.checkpoint import folder as places
 from syncline.pytorch.checkpoint.folder import MANIFEST
+from syncline.pytorch.checkpoint.storage import is_ours
 from syncline.pytorch.fleet import Fleet
 from syncline.updates import AllReduce, Overlapped, Sharded, UpdateRule
 
@@ -118,7 +119,7 @@ def test_a_single_checkpoint_gives_way_to_those_that_are_kept(tmp_path):
 def test_a_single_checkpoint_is_whole_if_the_first_that_is_kept_is_cut_off(tmp_path):
     model, path = make(), tmp_path / "run1"
     syncline.save_checkpoint(path, model, extra=1)
-    places.begin(places.place_of(path, 2))
+    places.begin(places.place_of(path, 2), is_ours)
     assert syncline.load_checkpoint(path, model) == 1
 
 
@@ -207,6 +208,29 @@ def test_all_ranks_fall_back_together_and_say_so(
             train(fleet, folder, Sharded(), 2)
 
     run_fleets(2, fail)
+
+
+@pytest.mark.parametrize("index", [None, b"not a pickle"], ids=["whole_index", "damaged_index"])
+def test_one_whose_manifest_is_gone_is_not_whole_and_training_goes_on_over_it(
+    index: bytes | None, tmp_path: Path, run_fleets: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run1"
+    run_fleets(2, lambda fleet: train(fleet, folder, Sharded(), 4))
+    newest, older = folder / "iteration-0000000004", folder / "iteration-0000000002"
+    (newest / MANIFEST).unlink()
+    if index is not None:
+        (newest / ".metadata").write_bytes(index)
+    assert syncline.latest_checkpoint(folder) == older
+    last = 4 if index is None else 3
+    with caplog.at_level(logging.WARNING):
+        begins = [found["begin"] for found in run_fleets(2, lambda fleet: train(fleet, folder, Sharded(), last))]
+    assert {begin.path for begin in begins} == {older}
+    assert "since newer ones are damaged" in caplog.text
+    if index is None:
+        assert syncline.latest_checkpoint(folder) == newest, "it is made again"
+        return
+    with pytest.raises(CheckpointError, match="is there, but no checkpoint"):  # for all that is known, another's
+        train(None, folder, None, 4)
 
 
 def test_parts_that_are_missing_or_no_parts_are_refused(tmp_path: Path) -> None:

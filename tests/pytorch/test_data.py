@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections import Counter
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncline
-from syncline.errors import ConfigurationError
+from syncline.errors import ConfigurationError, PeerLostError
 from syncline.pytorch.fleet import Fleet
+from syncline.pytorch.notices import Notice, Preemption
 
 SAMPLES = TensorDataset(torch.arange(10))
 
@@ -71,3 +73,30 @@ def test_what_cannot_be_divided_is_refused(run_fleets: Any) -> None:
             syncline.data.sampler([1], drop_last=True, fleet=fleet)
 
     run_fleets(2, body)
+
+
+@pytest.mark.parametrize("is_elastic", [False, True])
+def test_who_leaves_early_is_told_from_who_was_told_to_leave(
+    is_elastic: bool, run_fleets: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A job's ranks have unequal numbers of batches by a mistake, or as one of an elastic job leaves by a notice."""
+
+    def body(fleet: Fleet) -> None:
+        rank = fleet.rank
+        if is_elastic:
+            fleet.preemption = Preemption(Notice.LEAVE)
+        model = torch.nn.Linear(2, 2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        rule = syncline.AllReduce()
+        model, optimizer = syncline.distribute(model, inner, rule, elastic=is_elastic or None, fleet=fleet)
+        for step in range(6 if is_elastic or rank else 3):
+            if fleet.preemption is not None and (rank, step) == (0, 2):
+                fleet.preemption.receive(signal.SIGTERM)
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    results = run_fleets(2, body, accept=(SystemExit, PeerLostError))
+    told = capfd.readouterr().err if is_elastic else str(results[1])
+    assert "left after 3 steps" in told
+    assert "unless it was told to leave, give all ranks the same number of batches" in told

@@ -39,7 +39,7 @@ def trained(fleet: Fleet) -> FleetStatistics:
 
 
 ROOT = Path(__file__).parents[2]
-VIEW = {"seconds": 8.0, "ranks": [], "links": [], "said": ["rank 1 holds the others up"]}
+VIEW: dict[str, Any] = {"seconds": 8.0, "ranks": [], "links": [], "said": ["rank 1 holds the others up"]}
 
 
 def job(rank: int) -> Callable[[], Any]:
@@ -187,6 +187,11 @@ def test_the_port_has_a_view_and_dumps_and_asks_for_the_secret_from_elsewhere(
         dump(f"127.0.0.1:{port}")
         assert "2 ranks write to /records" in capsys.readouterr().out
         assert first().dumps == [0]
+        heard = [{"name": f"rank {rank} (host a1)", "silent_s": silent_s} for rank, silent_s in ((0, 1.0), (1, 40.0))]
+        monkeypatch.setattr(first(), "view", lambda: VIEW | {"ranks": heard})
+        told = ask(str(port), "/dump", None)
+        assert told == {"folder": "/records", "ranks": 1, "silent": ["rank 1 (host a1)"]}
+        monkeypatch.setattr(first(), "view", lambda: VIEW)
         monkeypatch.setattr(serving, "is_near", lambda _: False)
         for secret in (None, tmp_path / "other"):
             with pytest.raises(ConfigurationError, match="this needs the job's secret"):

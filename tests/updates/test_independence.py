@@ -140,3 +140,11 @@ def test_a_step_that_can_do_without_is_served_also_under_a_scheduler() -> None:
         optim.lr_scheduler.ConstantLR(optimizer)  # which wraps step()
         LocalSteps().check(optimizer)
         Overlapped().check(optimizer)
+
+
+def test_within_another_rule_the_remedy_keeps_that_rule() -> None:
+    optimizer = Clipped([torch.nn.Parameter(torch.ones(2, 2))])
+    with pytest.raises(
+        UpdateError, match=r"use update=AllReduce\(\) \(or within=AllReduce\(\), if Sharded\(\) is within"
+    ):
+        LocalSteps(within=Sharded(align="parameter")).check(optimizer)

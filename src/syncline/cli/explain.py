@@ -84,8 +84,10 @@ def dump(endpoint: Endpoint, *, secret_file: SecretFile = None) -> None:
     It was started with --metrics PORT too, and this asks rank 0's port.
     """
     told = ask(endpoint, "/dump", secret_file)
+    late = f"; no word lately from {', '.join(told['silent'])}" if told["silent"] else ""
     print(
-        f"{told['ranks']} ranks write to {told['folder']}, each on its machine; torchfrtrace {told['folder']} reads it"
+        f"{told['ranks']} ranks write to {told['folder']}, each on its machine{late}; torchfrtrace {told['folder']} "
+        "reads it"
     )
 
 

@@ -79,8 +79,9 @@ class ElasticSampler(Sampler[list[int]]):
 
     :meth:`follow` tells it the optimizer, whose steps count: a batch that workers have only loaded is not done. Where
     ranks are lost or come (``elastic=True``), what is not loaded yet is divided anew, and what a lost rank had under
-    way is given out again: each sample is taken once, but for less than a batch. :meth:`state_dict` is the same on all
-    ranks, and any number of them can go on from it in mid-epoch.
+    way is given out again: each sample is taken once, but for less than a batch. With :class:`LocalSteps` a lost rank
+    may be behind the others, and its batches in between are left out of the epoch. :meth:`state_dict` is the same on
+    all ranks, and any number of them can go on from it in mid-epoch.
 
     Raises :class:`ConfigurationError` for what cannot be divided, and if an epoch that is over is asked for again.
 
@@ -286,7 +287,10 @@ class ElasticSampler(Sampler[list[int]]):
             self._division.note_made(max(self._pass.num_delivered(self._num_prefetched), self._division.num_made))
 
     def _note_change(self, change: MembershipChange) -> None:
-        """Divide anew at a step's end, when all members have drawn as much: lost ranks had no part in this step."""
+        """Divide anew at a step's end, when all members have drawn as much: lost ranks had no part in this step.
+
+        How many steps before it they made, where ranks do not step together (LocalSteps), nobody is told: all count.
+        """
         self._note_step()
         stay = [number for number in self._present if number not in change.lost]
         numbers = dict(zip(stay, (number for number in change.members if number not in change.joined), strict=True))

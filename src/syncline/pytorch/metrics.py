@@ -34,6 +34,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 EXAMINED_S = 5.0
 WRITE_S = 10.0
 """How often a file is written; who reads one does so every 15 s or more."""
+SILENT_S = 10.0
+"""Of whom nothing was heard for longer, the view says so, and a dump cannot be expected."""
 
 Take = Callable[[], "FleetStatistics"]
 _sources: list[tuple[Take, Callable[[], Communicator]]] = []
@@ -159,8 +161,10 @@ def _dump_page(communicator: Communicator) -> tuple[int, str, bytes]:
         return 409, "text/plain", f"the job has no folder for it; start it with --log-dir, or {FLIGHT}\n".encode()
     if communicator.rank:
         return 404, "text/plain", b"rank 0 tells all ranks to write; ask its port\n"
-    communicator.dump_flights()
-    told = {"folder": folder, "ranks": communicator.world_size}
+    communicator.dump_flights()  # which tells them, and waits for nobody
+    known = (communicator.view() or {"ranks": []})["ranks"]
+    silent = [rank["name"] for rank in known if rank["silent_s"] > SILENT_S]
+    told = {"folder": folder, "ranks": communicator.world_size - len(silent), "silent": silent}
     return 200, "application/json", json.dumps(told).encode()
 
 

@@ -573,7 +573,10 @@ class Engine:
         if is_step and ours.count + is_next - ours.num_idle <= theirs.count:
             idle = failures.made_idle(us, ours.num_idle)
             return loss._replace(text=f"{idle}; {text}", accused=(self._rank,), remedy=failures.SAME_STEPS)
-        return loss._replace(text=text, remedy=failures.SAME_COUNTS.get(ours.unit, failures.SAME_CALLS))
+        remedy = failures.SAME_COUNTS.get(ours.unit, failures.SAME_CALLS)
+        if ours.unit == failures.STEP:  # the engine knows neither of notices nor whether the job goes on
+            remedy = f"unless it was told to leave, {remedy}"
+        return loss._replace(text=text, remedy=remedy)
 
     def _fail(self, failure: Failure, *, tell: bool = True) -> None:
         """End every call, now and later; the first failure counts."""

@@ -13,6 +13,8 @@ from syncline.last_words import LastWords
 NUM_TAIL_LINES = 20
 # Errors that say "another rank is gone": a rank that ends with one of them is seldom the cause.
 CONSEQUENCES = ("PeerLostError", "FabricClosedError", "RendezvousError", "DeadlineError", "DistNetworkError")
+OWN_FAULTS = ("cannot serve the store", "server socket has failed to listen")
+"""What those errors say, ours and torch's, where the rank itself could not do a thing for which the others wait."""
 
 
 def pick_cause(failures: Sequence[Failure], tails: Mapping[int, Sequence[str]]) -> Failure:
@@ -21,6 +23,16 @@ def pick_cause(failures: Sequence[Failure], tails: Mapping[int, Sequence[str]]) 
         if not failure.was_signalled and not _is_consequence(tails.get(failure.rank, ())):
             return failure
     return failures[0]
+
+
+def since_last_survived(failures: Sequence[Failure], words: Mapping[int, LastWords]) -> list[Failure]:
+    """Leave out what survivors have gone on after: what comes before all whom ``words`` name, and who left them.
+
+    Who stops as too few are left names those that were lost since the members last agreed on who goes on.
+    """
+    heard = {*words, *(rank for told in words.values() for rank in told.ranks)}
+    first = next((number for number, failure in enumerate(failures) if failure.rank in heard), 0)
+    return list(failures[first:])
 
 
 def describe_first(
@@ -78,7 +90,7 @@ def describe_failures(
     cause = pick_cause(failures, tails)
     without = f"went on without {num_missing} of {_ranks(len(names))}" if num_missing else "lost ranks, which came back"
     head = "the job failed" if num_missing is None else f"the job {without}"
-    report = [f"{head}: {names[cause.rank]}, {_explain(cause.exit)}"]
+    report = [f"{head}: {names[cause.rank]}, {_outcome(cause, ())}"]
     report += [f"    {line}" for line in traceback_of(tails.get(cause.rank, ()))]
     return report + _describe_others(failures, cause.rank, names=names, tails=tails)
 
@@ -139,10 +151,20 @@ def describe_restarts(attempts: Sequence[str], *, is_success: bool, gave_up: str
     return f"{end}; attempts: {causes}"
 
 
-def fate_of(failures: Sequence[Failure], *, names: Mapping[int, str], tails: Mapping[int, Sequence[str]]) -> str:
-    """Word in a few words what ended an attempt."""
-    cause = pick_cause(failures, tails)
-    return _fate(names[cause.rank], cause.exit)
+def fate_of(
+    failures: Sequence[Failure],
+    *,
+    names: Mapping[int, str],
+    tails: Mapping[int, Sequence[str]],
+    words: Mapping[int, LastWords] | None = None,
+) -> str:
+    """Word in a few words what ended an attempt: whom :func:`describe_failures` puts first, of the same."""
+    blamed = _blamed(failures, tails, words or {}, names)
+    rank = pick_cause(failures, tails).rank if blamed is None else blamed
+    own = next((failure for failure in failures if failure.rank == rank), None)
+    if own is not None and own.was_signalled:
+        return f"{names[rank]} was {_outcome(own, ())}"
+    return _fate(names[rank], Exit(code=0) if own is None else own.exit)
 
 
 def _fate(name: str, how: Exit) -> str:
@@ -179,7 +201,8 @@ def _outcome(failure: Failure, tail: Sequence[str]) -> str:
 
 def _is_consequence(tail: Sequence[str]) -> bool:
     last = next((line for line in reversed(tail) if line.strip() and not line.startswith(" ")), "")
-    return any(name in last.split(":", 1)[0] for name in CONSEQUENCES)
+    kind, _, told = last.partition(":")
+    return any(name in kind for name in CONSEQUENCES) and not any(fault in told for fault in OWN_FAULTS)
 
 
 def _ranks(count: int) -> str:

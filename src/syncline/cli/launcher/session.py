@@ -19,17 +19,25 @@ import asyncio
 import contextlib
 import ctypes
 import json
+import math
 import os
 import signal
 import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
 from syncline.cli.launcher.environment import JOIN, RESTART_COUNT, without_place
-from syncline.cli.launcher.failure import describe_ending, describe_failures, describe_first, describe_restarts, fate_of
+from syncline.cli.launcher.failure import (
+    describe_ending,
+    describe_failures,
+    describe_first,
+    describe_restarts,
+    fate_of,
+    since_last_survived,
+)
 from syncline.cli.launcher.job import Job, RankProcess
 from syncline.cli.launcher.supervisor import (
     Announce,
@@ -271,7 +279,7 @@ class Runner:
     @property
     def fate(self) -> str:
         """In a few words, what ended the attempt."""
-        return fate_of(self._causes, names=self._names, tails=self._tails)
+        return fate_of(self._causes, names=self._names, tails=self._tails, words=self._last_words())
 
     @property
     def was_lost(self) -> bool:
@@ -393,17 +401,35 @@ class Runner:
         self._terminal.say(words, is_error=True)
 
     def _report(self) -> None:
-        if not self._supervisor.failures or self._supervisor.ended_by is not None:
+        went_on = self._supervisor.went_on and not self.was_told_to_end
+        if self.was_told_to_end:
+            failures = self._ended_otherwise
+        else:
+            failures = self._supervisor.failures if went_on else self._causes
+        if not failures:
             return
-        went_on = self._supervisor.went_on
         report = describe_failures(
-            self._supervisor.failures if went_on else self._causes,
+            failures,
             names=self._names,
             tails=self._tails,
             num_missing=self._supervisor.num_missing if went_on else None,
             words=self._last_words(),
         )
         self._terminal.say("\n".join(report), is_error=True)
+
+    @property
+    def _ended_otherwise(self) -> list[Failure]:
+        """Those that did not end as they were told, with SIGTERM: what they were to save then may not be whole.
+
+        After Ctrl-C ranks may end as they like, and for who has gone away nobody reads it.
+        """
+        if self._supervisor.ended_by != signal.SIGTERM:
+            return []
+        return [
+            replace(failure, was_signalled=failure.exit.code is None)  # who has a code of its own ended by itself
+            for failure in self._supervisor.failures
+            if failure.was_signalled and failure.exit.shell_code != 128 + signal.SIGTERM
+        ]
 
     def _last_words(self) -> Mapping[int, LastWords]:
         """Return what ranks that failed have left, with the ranks as this launcher has started them."""
@@ -432,14 +458,18 @@ class Runner:
 
     @property
     def _causes(self) -> list[Failure]:
-        """Those of which one ended the job: not of ranks that have come back since, if there are others."""
+        """Those of which one ended the job: not of ranks that have come back since, if there are others.
+
+        Nor those that a job whose survivors go on has survived.
+        """
         seen = dict.fromkeys(self._names, 0)
         left = []
         for failure in self._supervisor.failures:
             seen[failure.rank] += 1
             if seen[failure.rank] > self._num_made_up[failure.rank]:
                 left.append(failure)
-        return left or self._supervisor.failures
+        left = left or self._supervisor.failures
+        return since_last_survived(left, self._last_words()) if math.isinf(self._session.limits.grace_s) else left
 
     def _kill_rest(self) -> None:
         """Leave nothing behind when the launcher itself fails, for instance because a rank cannot be started."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from syncline.errors import CheckpointError
@@ -41,13 +42,15 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / MANIFEST).is_file() or (folder / DCP_INDEX).is_file()
 
 
-def begin(path: Path) -> Path:
+def begin(path: Path, is_ours: Callable[[Path], bool]) -> Path:
     """Make an empty folder to write to; what an interrupted attempt left is removed.
 
     Raises :class:`CheckpointError` if something else is at ``path``: saving moves it away, and saving twice removes it.
+    ``is_ours`` says whether a folder is a checkpoint of which the manifest is gone: training went on from the one
+    before, and comes there again.
     """
     is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
-    if not is_free and not (path / MANIFEST).is_file():
+    if not is_free and not (path / MANIFEST).is_file() and not is_ours(path):
         raise CheckpointError(f"{path} is there, but no checkpoint (no {MANIFEST} in it); name a place of its own")
     if _NAME.fullmatch(path.name) and (path.parent / MANIFEST).is_file():
         _put_aside(path.parent)

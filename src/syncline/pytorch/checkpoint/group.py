@@ -176,6 +176,8 @@ class CheckpointGroup:
         groups = self.optimizer.param_groups
         if len(groups) != len(saved):
             raise CheckpointError(f"The checkpoint has {len(saved)} parameter groups, the optimizer {len(groups)}")
+        for options in saved:
+            _check_kind(self.optimizer, options)
         for group, options in zip(groups, saved, strict=True):
             group.update({key: _like(key, group.get(key), value) for key, value in options.items()})
 
@@ -272,6 +274,32 @@ def _checkpoint_group_in(training: Training, optimizer: DistributedOptimizer | N
     plain = None if optimizer is None else optimizer.inner
     saves = checkpoint_writer == training.updater.collectives.rank
     return CheckpointGroup(training.model, plain, training, saves=saves)
+
+
+_OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
+"""What PyTorch's schedulers add to the groups of any optimizer."""
+
+
+def _check_kind(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> None:
+    """Raise :class:`CheckpointError` if saved hyper-parameters are another kind of optimizer's.
+
+    That is, if numbers are missing that this one computes with, and there are others that it does not know. Switches do
+    not count, as PyTorch's versions add some; nor numbers that are only missing, or only more, as a user's class or
+    script may have added them.
+    """
+    plain = optimizer.inner if isinstance(optimizer, DistributedOptimizer) else optimizer
+    known = {key for group in plain.param_groups for key in group}
+    missing = sorted(key for key, value in plain.defaults.items() if _is_number(value) and key not in options)
+    unknown = sorted(key for key, value in options.items() if _is_number(value) and key not in known | _OF_SCHEDULERS)
+    if missing and unknown:
+        raise CheckpointError(
+            f"The checkpoint is of another optimizer than {type(plain).__name__}: it has {', '.join(unknown)} and "
+            f"lacks {', '.join(missing)}; give the optimizer that it was saved with, or load the model alone"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, list, tuple, torch.Tensor)) and not isinstance(value, bool)
 
 
 def _like(key: str, current: Any, value: Any) -> Any:

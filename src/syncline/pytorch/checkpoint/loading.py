@@ -64,7 +64,7 @@ def load_checkpoint(
     ``get_state_dict()``) is one too; it has no ``extra``, and no checksums. ``parts`` take the states that they were
     saved with, by the same names. With ``strict`` the model's and the checkpoint's names must be the same, and all
     parts must be there; else what both have is loaded. Raises :class:`CheckpointError` on every rank if it is missing,
-    damaged, or made from another model.
+    damaged, or made from another model or kind of optimizer.
 
     >>> syncline.save_checkpoint("run1", model, optimizer, extra={"epoch": 3})
     >>> model, optimizer = syncline.distribute(model, optimizer)
@@ -93,7 +93,7 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
     >>> syncline.latest_checkpoint("run1").name
     'iteration-0000000002'
     """
-    from syncline.pytorch.checkpoint.manifest import is_whole  # takes a while to load
+    from syncline.pytorch.checkpoint.storage import is_whole  # takes a while to load
 
     return next(filter(is_whole, place.candidates(Path(folder).absolute())), None)
 
@@ -134,7 +134,7 @@ def resume(
     loaded but ``parts``, which it is given as they were within the ``step()`` at whose end it came in.
 
     Raises :class:`CheckpointError` on every rank if there are checkpoints and all are damaged, or if the one that is
-    loaded is of another model.
+    loaded is of another model or kind of optimizer.
 
     >>> model, optimizer = syncline.distribute(model, optimizer)
     >>> begin = syncline.resume("run1", model, optimizer)
@@ -210,15 +210,17 @@ def _relative_candidates(target: Path) -> list[str]:
     return [os.path.relpath(folder, target.parent) for folder in place.candidates(target)]
 
 
-def _check(folder: Path, group: CheckpointGroup) -> tuple[Path, CheckpointManifest | None]:
+def _check(folder: Path, group: CheckpointGroup) -> tuple[Path, CheckpointManifest | ChunkTable]:
     """Raise :class:`CheckpointError` if it is damaged, as far as this rank's share of the files tells.
 
-    Returns what our own manifest says of it, if there is one.
+    Returns what our own manifest says of it, or where another program wrote it, DCP's index.
     """
     from syncline.pytorch.checkpoint.manifest import check_files, read_manifest  # takes a while to load
 
     if not (folder / place.MANIFEST).is_file() and place.is_checkpoint(folder):
-        return folder, None
+        from syncline.pytorch.checkpoint.storage import read_index  # torch's part of it takes a second
+
+        return folder, read_index(folder)
     manifest = read_manifest(folder)
     check_files(folder, manifest.files, part=group.rank, num_parts=group.world_size)
     return folder, manifest
@@ -226,7 +228,7 @@ def _check(folder: Path, group: CheckpointGroup) -> tuple[Path, CheckpointManife
 
 def _load(
     folder: Path,
-    told: CheckpointManifest | None,
+    told: CheckpointManifest | ChunkTable,
     model: nn.Module,
     group: CheckpointGroup,
     parts: Mapping[str, Stateful],
@@ -284,15 +286,15 @@ class CheckpointContents:
 
 
 def _read_contents(
-    folder: Path, told: CheckpointManifest | None, model_names: Collection[str], group: CheckpointGroup
+    folder: Path, told: CheckpointManifest | ChunkTable, model_names: Collection[str], group: CheckpointGroup
 ) -> CheckpointContents:
     """Say what there is for a model of these names, and for its optimizer, as our manifest has told or DCP's index."""
     from syncline.pytorch.checkpoint.manifest import CheckpointManifest
-    from syncline.pytorch.checkpoint.storage import ChunkTable, read_index  # torch's part of it takes a second
+    from syncline.pytorch.checkpoint.storage import ChunkTable  # torch's part of it takes a second
 
-    if told is not None:
+    if isinstance(told, CheckpointManifest):
         return CheckpointContents(table=ChunkTable.of_records(folder, told.records), manifest=told)
-    table = read_index(folder)
+    table = told
     model_prefix = _prefix_of_model(table, model_names)
     optimizer, prefix = None, None if group.optimizer is None else _prefix_of_optimizer(table, model_prefix)
     if prefix is not None:

@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from syncline.errors import CheckpointError, UpdateError
-from syncline.pytorch.checkpoint.folder import MANIFEST, is_checkpoint, previous_folder
+from syncline.pytorch.checkpoint.folder import MANIFEST, previous_folder
 from syncline.pytorch.checkpoint.state import STATE_PREFIX
 from syncline.updates.state import decode_single, dtype_of
 
@@ -189,17 +189,6 @@ def check_sizes(folder: Path, files: Mapping[str, Sequence[int]]) -> None:
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:
             raise CheckpointError(f"The checkpoint {folder} is damaged: {name} is missing or not {size} bytes long")
-
-
-def is_whole(folder: Path) -> bool:
-    """Whether nothing is missing; contents are compared when it is loaded."""
-    if not (folder / MANIFEST).is_file():
-        return is_checkpoint(folder)  # of others, nothing tells what there should be
-    try:
-        check_sizes(folder, read_manifest(folder).files)
-    except CheckpointError:
-        return False
-    return True
 
 
 def check_files(folder: Path, files: Mapping[str, Sequence[int]], *, part: int, num_parts: int) -> None:

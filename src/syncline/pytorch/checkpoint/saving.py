@@ -93,7 +93,7 @@ def save_alone(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *
 
     Returns where: ``path``, or in it, where it has checkpoints of earlier iterations. One of this is left as it is.
     """
-    from syncline.pytorch.checkpoint.manifest import is_whole  # takes a while to load
+    from syncline.pytorch.checkpoint.storage import is_whole  # takes a while to load
 
     if place.num_kept(path):
         path = place.place_of(path, iteration)
@@ -227,7 +227,7 @@ def _write(
     def write_part() -> dict[str, Any]:
         return {**snapshot.told, **storage.write_chunks(place.writing_folder(target), snapshot.state, rank=rank)}
 
-    together.run("cannot make a folder", lambda: None if rank else place.begin(target))
+    together.run("cannot make a folder", lambda: None if rank else place.begin(target, storage.is_ours))
     try:
         parts = together.gather("cannot write its part", write_part)
         together.run("cannot complete the checkpoint", lambda: None if rank else _complete(snapshot, parts))

@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from ctypes import CDLL, c_int64
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from io import BufferedReader, BufferedWriter, BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from syncline.errors import CheckpointError
 from syncline.pytorch.checkpoint.folder import DCP_INDEX, MANIFEST
-from syncline.pytorch.checkpoint.manifest import BLOCK_BYTES, ChunkRecord, ValueRecord
+from syncline.pytorch.checkpoint.manifest import BLOCK_BYTES, ChunkRecord, ValueRecord, check_sizes, read_manifest
 from syncline.pytorch.checkpoint.state import Chunk, SavedState
 from syncline.tensors.memory import bytes_of
 from syncline.updates.private_torch import CHECKPOINT_INDEX_NAMES, checkpoint_place
@@ -46,6 +46,7 @@ from syncline.updates.state import dtype_of
 _AHEAD_BYTES = 1 << 22
 _start_writing, _WRITE = CDLL(None).sync_file_range, 2  # of Linux, and no function of Python's
 
+Taken = TypeVar("Taken")
 SAVE_ID = "syncline"
 """In DCP's index it says who wrote it: our own manifest must lie beside."""
 
@@ -337,20 +338,50 @@ def _member(kind: Any, name: str) -> Any:
 
 
 def read_index(folder: Path) -> ChunkTable:
-    """Return what DCP's own index says, a pickle; raises :class:`CheckpointError` if it is none, or no index."""
+    """Return what DCP's own index says, a pickle; raises :class:`CheckpointError` if it is none, or no index.
+
+    So it does of what this library wrote, whose own manifest must lie beside.
+    """
+    return _take_from_index(folder, partial(_table_of, folder))
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether nothing is missing; contents are compared when it is loaded."""
+    try:
+        if (folder / MANIFEST).is_file():
+            check_sizes(folder, read_manifest(folder).files)
+        else:
+            read_index(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether DCP's index says that this library wrote it: where our manifest is gone, nothing else tells."""
+    with suppress(CheckpointError):
+        return _take_from_index(folder, _says_ours)
+    return False
+
+
+def _take_from_index(folder: Path, take: Callable[[Any], Taken]) -> Taken:
     try:
         with (folder / DCP_INDEX).open("rb") as file:
-            index = _IndexUnpickler(file).load()
-        is_ours = getattr(index.storage_meta, "save_id", None) == SAVE_ID
-        tensors = {name: one for name, one in index.state_dict_metadata.items() if hasattr(one, "chunks")}
-        places = dict(index.storage_data)
-        table = None if is_ours else ChunkTable(folder=folder, tensors=tensors, places=places)
+            return take(_IndexUnpickler(file).load())
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle may raise anything
         raise CheckpointError(
             f"The index {folder / DCP_INDEX} of torch.distributed.checkpoint cannot be read: {error}"
         ) from error
-    if table is None:
+
+
+def _says_ours(index: Any) -> bool:
+    return getattr(index.storage_meta, "save_id", None) == SAVE_ID
+
+
+def _table_of(folder: Path, index: Any) -> ChunkTable:
+    if _says_ours(index):
         raise CheckpointError(f"The checkpoint {folder} is damaged: {MANIFEST} is missing; use the previous one")
-    return table
+    tensors = {name: one for name, one in index.state_dict_metadata.items() if hasattr(one, "chunks")}
+    return ChunkTable(folder=folder, tensors=tensors, places=dict(index.storage_data))
