@@ -4,8 +4,8 @@
 
 Two ranks hold a model together, each one shard of every parameter; as many such pairs train as there are ranks for.
 When a rank dies, the pairs are made anew of those who are left, and each gets its shard from a rank that has it; one
-that is over waits until somebody comes. Nothing of this goes through a checkpoint; only if all who have a shard die at
-once, the state is lost.
+that is over waits until somebody comes. Nothing of this goes through a checkpoint; only if all who train with a shard
+die before a pair is made anew, the state is lost: with one pair, after a loss of four, that is any second one.
 """
 
 import sys

@@ -299,19 +299,22 @@ class DeathError(Exception):
     """This rank dies here."""
 
 
-def test_a_rank_that_dies_is_named_and_not_taken_for_late() -> None:
-    rule = LocalSteps(period=2, pace=Grace(seconds=0.0))
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("rounds", [{"period": 2}, {"period": 8, "fragments": 1}], ids=["in a round", "between two"])
+def test_a_rank_that_dies_is_named_and_not_taken_for_late(victim: int, rounds) -> None:
+    """Rank 0 decides about rounds: without it none begins that would wait for anybody."""
+    rule = LocalSteps(**rounds, pace=Grace(seconds=0.0))
 
     def body(fleet):
         model, optimizer = start(fleet, rule)
         for step in itertools.count():
-            if fleet.rank == 2 and step == 3:
+            if fleet.rank == victim and step == 3:
                 raise DeathError
             one_step(model, optimizer, fleet.rank, step)
 
     errors = run_fleets(3, body, accept=(DeathError, PeerLostError))
-    assert [type(error) for error in errors] == [PeerLostError, PeerLostError, DeathError]
-    assert [error.rank for error in errors[:2]] == [2, 2]
+    assert isinstance(errors.pop(victim), DeathError)
+    assert [error.rank for error in errors] == [victim, victim]
 
 
 def test_what_does_not_go_with_a_window_is_refused() -> None:

@@ -68,8 +68,8 @@ class Decisions(Driver):
         communicator.watch_failure(self.fail)
 
     def watch(self, stream: int) -> None:
-        """Hear from now on what ranks tell each other on a stream; of losses the communicator tells."""
-        self._port.call(lambda: self._port.watch_controls(stream, self._on_control), self._timeout_s)
+        """Hear from now on what ranks tell each other on a stream, and of losses."""
+        self._port.call(lambda: self._watch(stream), self._timeout_s)
 
     def begin(self, number: int, *, ends: bool) -> None:
         """Tell that this rank has begun a round."""
@@ -96,8 +96,10 @@ class Decisions(Driver):
 
     # The loop's thread.
 
-    def _on_lost(self, peer: int, error: Exception) -> None:  # noqa: ARG002 - whoever it was
-        self.fail(error)
+    def _on_lost(self, peer: int, error: Exception) -> None:
+        """Fail without who decides: no round begins any more. Rounds' sums, which wait for others, tell of those."""
+        if peer == 0:
+            self.fail(error)
 
     def _on_note(self, peer: int, note: Begun | Decided) -> None:
         if isinstance(note, Begun):
@@ -241,7 +243,8 @@ class GraceLocalStepsUpdater(LocalStepsUpdater):
             if self._sent is not None:
                 own, seconds = self._sent.number, self._limit_s if self._is_patient else self._grace_s
                 self._decisions.wait_until(lambda: self._decisions.number > own, seconds)
-                self._decisions.raise_failure()
+                if self._decisions.number <= own:  # else it may only be over, and rank 0 has left in good order
+                    self._decisions.raise_failure()
             with self._globals:
                 self._limit = self._num_global  # until the party has agreed
                 until = self._num_passable

@@ -189,4 +189,4 @@ def test_the_last_dedicated_server_is_missed() -> None:
                 victims[0].communicator.abort()
 
     results = run_fleets(3, body, accept=BaseException)
-    assert all("All servers are lost: [2]" in str(error) for error in results[:2])
+    assert all("All servers are lost to this rank: rank 2;" in str(error) for error in results[:2])

@@ -357,7 +357,8 @@ class Together:
                 ranks_by_problem.setdefault(answer["problem"], []).append(rank)
         if ranks_by_problem:
             shown = "; ".join(f"{name_ranks(ranks)}: {problem}" for problem, ranks in ranks_by_problem.items())
-            raise CheckpointError(f"Checkpoint {self._target}: a rank {what}: {shown}") from cause
+            who = f"a rank {what}: {shown}" if len(answers) > 1 else f"this rank {what}: {problem}"
+            raise CheckpointError(f"Checkpoint {self._target}: {who}") from cause
         return [answer["result"] for answer in answers]
 
 

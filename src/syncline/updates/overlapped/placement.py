@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from syncline.errors import ConfigurationError, UpdateError
+from syncline.errors import ConfigurationError, UpdateError, name_ranks
 from syncline.members import Quorum, successor
 from syncline.topology import Topology
 from syncline.topology.tree import num_ranks_below
@@ -152,7 +152,9 @@ class Succession:
         place = servers.index(first)
         server = successor((*servers[place:], *servers[:place]), lost)
         if server is None:
-            raise UpdateError(f"All servers are lost: {sorted(lost)}; start again from a checkpoint")
+            raise UpdateError(
+                f"All servers are lost to this rank: {name_ranks(sorted(lost))}; start again from a checkpoint"
+            )
         self.servers[position] = server
         distance = (servers.index(server) - place) % len(servers)
         # A fleet that has left the tree begins again on all servers, also on those that live.
