@@ -522,7 +522,7 @@ def test_what_does_not_go_with_local_steps_is_refused_by_name() -> None:
             start(fleet, LocalSteps(parties=7))
         model, _ = start(fleet, LocalSteps())
         with (
-            pytest.raises(UpdateError, match="with LocalStepsUpdater ranks need not make the same number"),
+            pytest.raises(UpdateError, match=r"with LocalSteps\(\) ranks need not make the same number"),
             join(model),
         ):
             pass

@@ -95,6 +95,12 @@ class Membership:
             self.losses[rank] = known._replace(error=known.error or error)
         return known is None
 
+    @property
+    def newest_loss(self) -> tuple[int, Exception] | None:
+        """Who was lost last, and how, of those of whom that is known."""
+        known = ((rank, loss.error) for rank, loss in reversed(self.losses.items()) if loss.error is not None)
+        return next(known, None)
+
     def describe_lost(self, describe: Callable[[int], str]) -> str:
         """``"; lost before: rank 3 (host b1), 12.0 s ago"``, for the end of an error; empty if nobody is."""
         now_s = self.clock()

@@ -360,8 +360,7 @@ class ClusterDriver(Driver):
         if self._port.rank not in accused and (culprits := self._find_culprits()) is not None:
             accused, cause = culprits
             text = f"{cause}. Therefore {text}"
-        losses = reversed(self.membership.losses.items())
-        newest, error = next(((rank, loss.error) for rank, loss in losses if loss.error is not None), (None, None))
+        newest, error = self.membership.newest_loss or (None, None)
         text += f". Last lost: {error}" if newest is not None else ""
         failure: SynclineError = UpdateError(text)
         if stop.are_too_few:

@@ -550,8 +550,15 @@ class ServerClient(Driver):
         find = partial(
             Membership.shortage, quorum=self.layout.survival, what="workers", describe=self._port.describe_peer
         )
-        shortage = find(self.membership)
-        return shortage or (find(Membership(self._elders, self.membership.losses)) if self._elders else None)
+        elders = Membership(self._elders, self.membership.losses)
+        shortage = find(self.membership) or (find(elders) if self._elders else None)
+        return shortage and QuorumLostError(f"{shortage}{self._last_lost}", missing=shortage.missing)
+
+    @property
+    def _last_lost(self) -> str:
+        """How somebody was lost last: it may be this rank that did not run."""
+        newest = self.membership.newest_loss
+        return "" if newest is None else f". Last lost: {newest[1]}"
 
     def _defers_loss(self) -> bool:
         """Whether a rank that left by itself changes nothing yet: all may be about to leave.
@@ -589,7 +596,7 @@ class ServerClient(Driver):
         try:
             moves = self._succession.moves(self.lost)
         except UpdateError as error:
-            self.fail(error)
+            self.fail(UpdateError(f"{error}{self._last_lost}"))
             return
         self._relays = set()
         for move in moves:
