@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import tempfile
@@ -150,6 +151,7 @@ def test_temporary_files_have_no_name(temporary: Path, has_nameless: bool, monke
         assert all(torch.equal(read[name], value) for name, value in TENSORS.items())
     with pytest.raises(StorageError, match=r"'weight' .* it belongs to another model"):
         files.read_into("state", {"weight": torch.zeros(2)})
+    gc.collect()  # else what earlier tests have left may be closed meanwhile
     before = len(list(Path("/proc/self/fd").iterdir()))
     files.sync(["stage"])
     for _ in range(2):
@@ -172,6 +174,7 @@ def test_what_stops_a_temporary_file(
 
     files = TemporaryFiles()
     files.write("stage", {"weight": torch.ones(4)}, {})
+    gc.collect()
     before = len(list(Path("/proc/self/fd").iterdir()))
     monkeypatch.setattr(storage_module, "_write_all", stop)
     with pytest.raises(StorageError, match=message):
