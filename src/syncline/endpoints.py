@@ -33,6 +33,13 @@ def parse_endpoint(text: str, *, default_port: int, what: str) -> tuple[str, int
     return bare, int(port)
 
 
+def metrics_endpoint(place: str, *, what: str) -> tuple[str, int] | None:
+    """Read where rank 0 serves its metrics: ``"9090"``, on loopback, or ``"0.0.0.0:9090"``; None of any other place."""
+    if not place.isdecimal() and ":" not in place:
+        return None
+    return parse_endpoint(place if ":" in place else f"127.0.0.1:{place}", default_port=0, what=what)
+
+
 def format_endpoint(host: str, port: int) -> str:
     """Write ``"a1:29500"`` or ``"[fd00::1]:29500"``."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -111,7 +111,7 @@ def _check_present(asked: object) -> None:
         if isinstance(gradient, DividedGradient) and gradient.is_past:
             raise UpdateError(
                 f"A gradient of {gradient.slot.name!r} was kept over another backward pass, but with Sharded() no rank "
-                f"has it whole, and its memory has other gradients now; ask before, or {NOT_DIVIDED}"
+                f"has it whole, and its memory has other gradients now; ask before, or use {NOT_DIVIDED}"
             )
 
 
@@ -123,7 +123,7 @@ def _name_of(func: Callable[..., Any]) -> str:
 def _refusal(name: str) -> UpdateError:
     return UpdateError(
         f"{name} needs a whole gradient, but with Sharded() no rank has one after backward(). Norms and clipping work "
-        f"(optimizer.clip_grad_norm_ or torch's own, on every rank); for whole gradients {NOT_DIVIDED}"
+        f"(optimizer.clip_grad_norm_ or torch's own, on every rank); for whole gradients use {NOT_DIVIDED}"
     )
 
 
@@ -276,7 +276,7 @@ class StandIns:
             if tensor.grad is not stand_in and tensor.grad is not None:
                 raise UpdateError(
                     f"The gradient of {stand_in.slot.name!r} was replaced after backward(), but with Sharded() no rank "
-                    f"has it whole, so the step would not see that; {NOT_DIVIDED}"
+                    f"has it whole, so the step would not see that; use {NOT_DIVIDED}"
                 )
         dropped = [stand_in.slot.position for tensor, stand_in in self._by_parameter.items() if tensor.grad is None]
         self._updater.drop(dropped)

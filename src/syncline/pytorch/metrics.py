@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 import torch
 
 from syncline.arguments import Whole, checked
-from syncline.endpoints import parse_endpoint
+from syncline.endpoints import metrics_endpoint
 from syncline.errors import ConfigurationError, SynclineError
 from syncline.pytorch.secret import read_secret
 from syncline.runtime import Communicator
@@ -126,9 +126,8 @@ def _tell_prometheus(take: Take, find: Callable[[], Communicator]) -> Callable[[
         ) from error
     registry = prometheus_client.CollectorRegistry()
     registry.register(Collector(take, rank))
-    if place.isdecimal() or ":" in place:
-        where = place if ":" in place else f"127.0.0.1:{place}"
-        address, port = parse_endpoint(where, default_port=0, what=METRICS)
+    if (endpoint := metrics_endpoint(place, what=METRICS)) is not None:
+        address, port = endpoint
         from syncline.pytorch.serving import LIVE_PAGE, Page, serve
 
         pages: dict[str, Page] = {

@@ -386,7 +386,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.training.updater.divides_gradients:
             raise UpdateError(
                 f"optimizer.{mode}() of {type(self.inner).__name__} would need its whole state, of which each rank has "
-                f"a part with Sharded(); {NOT_DIVIDED}"
+                f"a part with Sharded(); use {NOT_DIVIDED}"
             )
         self.synchronize()
         return getattr(self.inner, mode)(*args, **options)

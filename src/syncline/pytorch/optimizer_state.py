@@ -117,7 +117,7 @@ class _ReadOnlyState(UserDict[Any, Any]):
         raise UpdateError(
             "optimizer.state cannot be changed with Sharded(), whose ranks each keep a part of the state, where nobody "
             "reads this; give a whole state to optimizer.load_state_dict(...), on every rank, keep values of your own "
-            f"in a dict of your own, or {NOT_DIVIDED}"
+            f"in a dict of your own, or use {NOT_DIVIDED}"
         )
 
     __delitem__ = __ior__ = __setitem__  # which refuse as well
@@ -155,7 +155,7 @@ class _DividedState(_ReadOnlyState):
     def _refuse_to_read(self, key: object) -> NoReturn:
         raise UpdateError(
             f"The optimizer state {key!r} of {self._parameter!r} is divided between the ranks with Sharded(); "
-            f"optimizer.state_dict() returns it whole (every rank calls it); to keep it whole, {NOT_DIVIDED}"
+            f"optimizer.state_dict() returns it whole (every rank calls it); to keep it whole, use {NOT_DIVIDED}"
         )
 
 

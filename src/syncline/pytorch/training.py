@@ -449,7 +449,7 @@ class Training:
         if self.updater.divides_gradients and _parameters_of(self.updater.optimizer) != self._grouped:
             raise UpdateError(
                 "The list of parameters in a group of optimizer.param_groups was changed after distribute(), which "
-                f"Sharded() cannot follow; freeze a parameter by dropping its gradient, or {NOT_DIVIDED}"
+                f"Sharded() cannot follow; freeze a parameter by dropping its gradient, or use {NOT_DIVIDED}"
             )
 
     def check_open(self) -> None:

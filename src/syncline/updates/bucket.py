@@ -345,6 +345,7 @@ def _plan(index: int, members: list[int], entries: Sequence[ParameterEntry]) -> 
     return BucketPlan(index=index, group=first.group, dtype=first.dtype, device=first.device, slots=tuple(slots))
 
 
+@torch.no_grad()
 def take_written(buckets: Sequence[Bucket]) -> list[bool]:
     """Take gradients that the user has put in the place of those of a pass, or written without one.
 

@@ -30,18 +30,16 @@ ELEMENTWISE: frozenset[type[optim.Optimizer]] = frozenset(
 """Optimizers whose new element depends on that element's gradient and state alone: they may step on any piece."""
 
 
-NOT_DIVIDED = "use update=AllReduce() (or within=AllReduce(), if Sharded() is within another rule)"
+NOT_DIVIDED = "update=AllReduce() (or within=AllReduce(), if Sharded() is within another rule)"
 """What helps where the parts that ranks have with ``Sharded()`` do not do; few who raise know whether it is within."""
 
 
 def check_is_served(optimizer: optim.Optimizer) -> None:
     """Raise :class:`UpdateError` if ``AllReduce`` alone can serve ``optimizer``."""
-    if isinstance(optimizer, optim.LBFGS) or (wanted := _wanted_by_step(optimizer)):
-        name = type(optimizer).__name__
-        call = "step()" if isinstance(optimizer, optim.LBFGS) else f"step({wanted})"
+    if wanted := _wanted_by_step(optimizer):
         raise UpdateError(
-            f"{name} evaluates the model inside {call}, for which every rank needs all gradients; use "
-            "update=AllReduce(), or another optimizer"
+            f"{type(optimizer).__name__} evaluates the model inside step({wanted}), for which every rank needs all "
+            "gradients; use update=AllReduce(), or another optimizer"
         )
     if isinstance(optimizer, optim.SparseAdam):
         raise UpdateError(
@@ -75,19 +73,19 @@ def check_divisible(optimizer: optim.Optimizer, *, whole_parameters: bool, rule:
     """Raise :class:`UpdateError` if ``optimizer`` cannot step on the pieces that ``rule`` would give it."""
     kind = type(optimizer)
     check_is_served(optimizer)
-    remedy = NOT_DIVIDED if rule == "Sharded" else "use an optimizer that treats each parameter by itself"
+    remedy = NOT_DIVIDED if rule == "Sharded" else "an optimizer that treats each parameter by itself"
     is_replaced = kind in ELEMENTWISE and not is_torchs(kind)
     if kind in ELEMENTWISE and not is_replaced:
         return
     if is_replaced and not whole_parameters:
         raise UpdateError(
             f"{kind.__name__}.step was replaced on its class, and {rule}() would give it arbitrary pieces of "
-            f'parameters; use {rule}(align="parameter"), where it gets whole ones, or {remedy.removeprefix("use ")}'
+            f'parameters; use {rule}(align="parameter"), where it gets whole ones, or {remedy}'
         )
     if why := why_not_independent(partial(make_inner, optimizer, 0)):
         raise UpdateError(
             f"{rule}() gives each rank's optimizer a part of the parameters, which does not suit {kind.__name__}: "
-            f"{why}; {remedy}"
+            f"{why}; use {remedy}"
         )
     if not whole_parameters:
         names = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))

@@ -36,12 +36,12 @@ def learn(
     """Train until the loss is ``target``, ``num_steps`` at most, and judge after ``every`` steps."""
     num_ranks = topology.num_ranks
     tasks = [TASKS[task](rank, num_ranks, seed) for rank in range(num_ranks)]
-    judge = _Judge(tasks, num_steps=num_steps, every=every, target=target)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         if method.timing == "apart":
             return learn_with_servers(tasks, method, topology, num_steps=num_steps, every=every, target=target)
+        judge = _Judge(tasks, num_steps=num_steps, every=every, target=target)
         with contextlib.redirect_stderr(io.StringIO()):  # what rank 0 would say of links that are not there
             run_ranks(topology, partial(_train, judge, method), timeout_s=LIMIT_S, deadline_s=LIMIT_S)
     finally:

@@ -23,7 +23,7 @@ from syncline.cli.launcher.scratch import (
 from syncline.cli.launcher.session import Session, run_job
 from syncline.cli.launcher.supervisor import Limits, RestartLimits
 from syncline.cli.launcher.terminal import Terminal, labels
-from syncline.endpoints import MAX_PORT, own_address, parse_endpoint
+from syncline.endpoints import MAX_PORT, metrics_endpoint, own_address
 from syncline.errors import ConfigurationError
 from syncline.last_words import LAST_WORDS
 from syncline.pytorch.secret import choose_secret
@@ -163,11 +163,9 @@ def _check_request(request: Request, job: Job, base: Mapping[str, str]) -> None:
 
 
 def _check_metrics(place: str, job: Job) -> None:
-    """Raise :class:`ConfigurationError` if ``--metrics`` is no folder, and no port from which each rank has one."""
-    if not place.isdecimal() and ":" not in place:
-        return
-    _, port = parse_endpoint(place if ":" in place else f"127.0.0.1:{place}", default_port=0, what="--metrics")
-    last = port + job.world_size - 1
+    """Raise :class:`ConfigurationError` if ``--metrics`` names a port, and not each rank has one from there on."""
+    endpoint = metrics_endpoint(place, what="--metrics")
+    last = 0 if endpoint is None else endpoint[1] + job.world_size - 1
     if last > MAX_PORT:
         raise ConfigurationError(
             f"--metrics {place}: rank r serves at that port + r, up to {last}, but ports end at {MAX_PORT}; give a "

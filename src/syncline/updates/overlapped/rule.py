@@ -62,8 +62,10 @@ class Overlapped(WholeRule):
     with ``optimizer.end_period()`` before you save or evaluate a model. Buffers (BatchNorm) stay each rank's own.
 
     Raises :class:`ConfigurationError` for values that are out of range, ``distribute()`` also for a quorum above the
-    number of workers, and :class:`UpdateError` for an optimizer that wants a closure. ``step()``, on the training
-    thread, raises :class:`QuorumLostError`, and :class:`DeadlineError` where nothing came within ``timeout_s``.
+    number of workers, and :class:`UpdateError` for an optimizer that wants a closure, for complex parameters, and with
+    ``"rebase"`` for an optimizer whose steps cannot be made again for some parameters alone. ``step()``, on the
+    training thread, raises :class:`QuorumLostError`, and :class:`DeadlineError` where nothing came within
+    ``timeout_s``.
 
     >>> model, optimizer = syncline.distribute(model, optimizer, syncline.Overlapped(period=64, max_staleness=8))
     >>> while optimizer.iteration < 3:
