@@ -167,8 +167,8 @@ class UpdateError(SynclineError):
 
     >>> syncline.distribute(model, torch.optim.LBFGS(model.parameters()), syncline.Sharded())
     Traceback (most recent call last):
-    syncline.errors.UpdateError: LBFGS evaluates the model inside step(), for which every rank needs all gradients;
-        use update=AllReduce(), or another optimizer
+    syncline.errors.UpdateError: LBFGS evaluates the model inside step(closure), for which every rank needs all
+        gradients; use update=AllReduce(), or another optimizer
     """
 
 
