@@ -1,7 +1,8 @@
 """What may go wrong where a job lets newcomers in, for processes that are one of its ranks, by the JSON of a plan.
 
-``die``: at which of :data:`PLACES` a process, by its number, is killed. ``miss``: who holds the others lost once all
-have met (``meeting_port``: of a store that tells that). ``together``: so many newcomers, at least, come in at once.
+``die``: at which of :data:`PLACES` a process, by its number, is killed; where ranks meet, once all have begun to: who
+hears of a loss before it knows of the switch makes none. ``miss``: who holds the others lost once all have met.
+(``meeting_port``: of a store that tells either.) ``together``: so many newcomers, at least, come in at once.
 ``members`` are there at the start; the others, a number each in ``come``, are newcomers.
 """
 
@@ -24,14 +25,13 @@ from syncline.runtime.joining.server import JoinServer
 from syncline.updates.elastic_sharded import ElasticShardedUpdater
 
 PLACES = {
-    "meet": (FleetGrowth, "_meet"),
     "give": (GrowingTraining, "give"),
     "take": (GrowingTraining, "take"),
     "resume": (GrowingTraining, "resume"),
     "admit": (ElasticShardedUpdater, "_agree_on_step"),
     "admitted": (ElasticShardedUpdater, "_gather_anew"),
 }
-"""Where in a switch a process may die: at the beginning of a method."""
+"""Where in a switch a process may die, beside "meet": at the beginning of a method."""
 
 
 def batch(step: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,22 +48,30 @@ def _die_in(place: str) -> None:
     setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def _miss_the_others(port: int, number: int, *, misses: bool) -> None:
-    """Let this process, once all ``number`` have met, hold the others lost, as if their last message had not come.
+def _watch_meeting(plan: dict[str, Any], own: int) -> None:
+    """Let this process tell the store where it meets the others; there be killed, or miss them, if the plan says so.
 
-    What ``port`` says is who has met; those that miss nobody only tell that there.
+    Who misses the others holds them lost once all have met, as if their last message had not come.
     """
-    meet, store = FleetGrowth._meet, TCPStore("127.0.0.1", port, wait_for_workers=False)
+    meet, store = FleetGrowth._meet, TCPStore("127.0.0.1", plan["meeting_port"], wait_for_workers=False)
+    number, place = plan["members"] + plan.get("together", 1), plan.get("die", {}).get(str(own))
 
-    def miss(self: FleetGrowth, *arguments: Any) -> None:
+    def arrive(what: str, *, waits: bool) -> None:
+        if store.add(what, 1) == number:
+            store.set(f"all {what}", "")
+        if waits:
+            store.wait([f"all {what}"])
+
+    def watched(self: FleetGrowth, *arguments: Any) -> None:
+        arrive("begin", waits=place == "meet")
+        if place == "meet":
+            os.kill(os.getpid(), signal.SIGKILL)
         meet(self, *arguments)
-        if store.add("met", 1) == number:
-            store.set("all", "have met")
-        if misses:
-            store.wait(["all"])
+        arrive("have met", waits=own in plan.get("miss", ()))
+        if own in plan.get("miss", ()):
             raise PeerLostError("the others do not answer", rank=0, host="h0")
 
-    FleetGrowth._meet = miss  # type: ignore[method-assign]
+    FleetGrowth._meet = watched  # type: ignore[method-assign]
 
 
 def _gather(number: int) -> None:
@@ -100,11 +108,11 @@ def prepare(plan: dict[str, Any], own: int) -> None:
     """Let process ``own`` do what the plan says of it."""
     gc.disable()  # it may come much later than the next step
     torch.set_num_threads(1)
-    if place := plan.get("die", {}).get(str(own)):
+    place = plan.get("die", {}).get(str(own), "meet")
+    if place != "meet":
         _die_in(place)
-    if "miss" in plan:
-        number = plan["members"] + len(plan["come"])
-        _miss_the_others(plan["meeting_port"], number, misses=own in plan["miss"])
+    if "meeting_port" in plan:
+        _watch_meeting(plan, own)
     _gather(plan.get("together", 1))
 
 

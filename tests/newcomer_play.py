@@ -81,7 +81,8 @@ def play_death(
         "switches": 2,
         "last": 2,
     } | plan
-    results, told = play(folder, 6, plan, script=script)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results, told = play(folder, 6, plan | {"meeting_port": store.port}, script=script)
     for own, (status, output) in enumerate(results):
         assert status == (KILLED if own == who else 0 if own in (*left, 5) else 1), results
         assert own != 4 or told_newcomer in output

@@ -126,7 +126,8 @@ def test_whoever_dies_in_a_switch_those_that_live_go_on(
     tmp_path: Path, rule: str, who: int, place: str, left: list[int], told_newcomer: str
 ) -> None:
     plan = {"rule": rule, "members": 4, "leave": {}, "die": {str(who): place}, "come": {"4": 2}}
-    results, told = play(tmp_path, 5, plan | {"whole": [len(left), 3]})
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results, told = play(tmp_path, 5, plan | {"whole": [len(left), 3], "meeting_port": store.port})
     for own, (status, output) in enumerate(results):
         assert status == (KILLED if own == who else 0 if own in left else 1), results
         assert own != 4 or told_newcomer in output
