@@ -509,6 +509,31 @@ def test_a_rank_that_is_lost_is_named() -> None:
         assert error.rank == 1
 
 
+def test_who_leaves_a_party_because_of_a_loss_elsewhere_is_not_blamed() -> None:
+    """Rank 1 waits for its party's rank 0, which hears of the loss of rank 2, of the other party, and leaves."""
+    has_left = threading.Event()
+
+    def body(fleet):
+        model, optimizer = start(fleet, LocalSteps(period=4))
+        one_step(model, optimizer, fleet.rank, 0)
+        if fleet.rank == 2:
+            raise DeathError
+        if fleet.rank == 0:
+            with pytest.raises(PeerLostError):
+                fleet.communicator.barrier().wait()
+            has_left.set()
+            return
+        if fleet.rank == 1:
+            assert has_left.wait(DEADLINE_S)
+        for step in range(1, 4):
+            one_step(model, optimizer, fleet.rank, step)
+
+    errors = run_fleets(TWO_SITES, body, accept=(DeathError, PeerLostError))
+    for rank in (1, 3):
+        assert isinstance(errors[rank], PeerLostError)
+        assert errors[rank].rank == 2
+
+
 def test_what_does_not_go_with_local_steps_is_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="period must be a whole number from 1 up"):
         LocalSteps(period=0)

@@ -246,8 +246,7 @@ class LocalStepsUpdater(PartyUpdater):
         """Make the party's step; merge the round that is under way, and begin the next one, when it is time."""
         if self._is_equal:
             self._begin_drifting()
-        self._party.step()
-        self._party.synchronize()
+        self.step_party()
         self._unsent = [(samples + self._weight, steps + 1) for samples, steps in self._unsent]
         self._weight = 0.0
         self.step_number += 1

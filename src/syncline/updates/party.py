@@ -6,13 +6,15 @@ the same state, or a part each of one; a checkpoint has it once for each party.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from syncline.errors import ConfigurationError
+from syncline.errors import ConfigurationError, PeerLostError
 from syncline.runtime.communicator import Communicator
 from syncline.updates.allreduce import AllReduceUpdater
 from syncline.updates.bucket import Bucket
@@ -33,6 +35,8 @@ _NOT_WITHIN = {
     "spares": "of which no rank may be lost",
 }
 """What of ``Sharded()`` a party has no use for, and why."""
+_HEARS_S = 0.5
+"""Within which all ranks hear of a loss."""
 
 
 class PartyRule(WholeRule):
@@ -159,14 +163,29 @@ class PartyUpdater(WholeUpdater):
 
     def finish_backward(self, report: PendingReport) -> Sequence[bool] | None:
         """Take the party's gradients; the report is there on return."""
-        present = self._party.finish_backward(report)
-        if present is None:  # a party that divides waits in its step
-            report.wait()
+        with self._blaming_the_first():
+            present = self._party.finish_backward(report)
+            if present is None:  # a party that divides waits in its step
+                report.wait()
         return present
 
     def synchronize(self) -> None:
         """Raise what went wrong in the party."""
-        self._party.synchronize()
+        with self._blaming_the_first():
+            self._party.synchronize()
+
+    def step_party(self) -> None:
+        """Let the party make its step, to the end."""
+        with self._blaming_the_first():
+            self._party.step()
+            self._party.synchronize()
+
+    def raise_first(self, error: PeerLostError) -> None:
+        """Raise what has ended the job's calls where that is another one's fault than the ``error`` of a party's."""
+        job, has_ended = self.collectives.communicator, threading.Event()
+        job.watch_failure(lambda _: has_ended.set())
+        if has_ended.wait(_HEARS_S) and (first := job.failure) and first.ranks_at_fault != error.ranks_at_fault:
+            raise first from error
 
     def state_entries(self) -> list[StateEntry]:
         """Return what this rank saves of its party's state: that of the first under plain keys; a velocity once."""
@@ -186,6 +205,18 @@ class PartyUpdater(WholeUpdater):
             super().load_state(ChosenState(own, lambda key: key == VELOCITY))
             own = ChosenState(own, lambda key: key != VELOCITY)
         self._party.load_state(own)
+
+    @contextlib.contextmanager
+    def _blaming_the_first(self) -> Iterator[None]:
+        """Within this, where a rank of the party has left because of another one's loss, that one is named.
+
+        Of that this rank hears by itself, perhaps a moment later.
+        """
+        try:
+            yield
+        except PeerLostError as error:
+            self.raise_first(error)
+            raise
 
     @property
     def _party_number(self) -> int:

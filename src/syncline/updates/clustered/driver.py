@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -186,18 +186,10 @@ class ClusterDriver(Driver):
         self.raise_failure()
         raise self._port.call(self._late, ANSWER_S)
 
-    @contextlib.contextmanager
-    def blaming_the_first(self) -> Iterator[None]:
-        """Within this, where a rank of the cluster has left because of another one's loss, that one is named.
-
-        Of that this rank hears by itself, perhaps a moment later.
-        """
-        try:
-            yield
-        except PeerLostError:
-            self._wait_for(lambda: False, LOOK_S)
-            self.raise_failure()
-            raise
+    def raise_first(self) -> None:
+        """Raise what has gone wrong, or does within a moment."""
+        self._wait_for(lambda: False, LOOK_S)
+        self.raise_failure()
 
     @property
     def living(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from syncline.arguments import Count, Share, Whole, check_fields
-from syncline.errors import ConfigurationError
+from syncline.errors import ConfigurationError, PeerLostError
 from syncline.machines.clustering import Inventory
 from syncline.machines.features import NETWORK, summarise
 from syncline.machines.measurement import read_machine
@@ -297,10 +297,13 @@ class ClusteredUpdater(PartyUpdater):
 
     def finish_backward(self, report: PendingReport) -> Sequence[bool] | None:
         """Take note of how many samples are behind the gradients: a server is sent them as the user leaves them."""
-        with self._driver.blaming_the_first():
-            present = super().finish_backward(report)
+        present = super().finish_backward(report)
         self._samples, self._present = report.total, report.present
         return present
+
+    def raise_first(self, error: PeerLostError) -> None:  # noqa: ARG002 - servers hear of every loss
+        """Raise what has gone wrong in the job, if anything has."""
+        self._driver.raise_first()
 
     def step(self) -> None:
         """Step on the cluster's mean; at the end of a period, also exchange."""
@@ -377,9 +380,7 @@ class ClusteredUpdater(PartyUpdater):
         if step_on is not None and not is_levelled:  # where nobody had data parameters alone become equal
             if self._rule.is_served or step_on is not mean:
                 self._vectors.show(step_on, is_pass=is_pass)
-            with self._driver.blaming_the_first():
-                self._party.step()
-                self._party.synchronize()
+            self.step_party()
         if self.record_schedule.record(self._position).kind is Kind.AVERAGE:
             self._average()
 
