@@ -92,7 +92,7 @@ def test_the_search_is_never_worse_than_one_class_or_fixed_proportions(
     for proportions in (
         [1.0],
         [1 / num_classes] * num_classes,
-        Priorities(num_classes=num_classes, search="geometric").proportions,
+        Priorities(num_classes=num_classes, search=tuple(2.0**k for k in range(num_classes))).proportions,
     ):
         fixed = predict_forward(profile, divide_by_proportions(profile.num_bytes, proportions))
         assert found.time_s <= fixed.time_s + 1e-9
@@ -136,7 +136,7 @@ def test_64_layers_and_4_classes_take_less_than_a_fifth_of_a_second() -> None:
 
 def test_proportions_divide_bytes_and_not_layers() -> None:
     assert divide_by_proportions([8, 1, 1, 1, 1, 1, 1, 1, 1], [0.5, 0.5]) == (0,) + (1,) * 8
-    assert divide_by_proportions([1] * 7, Priorities(num_classes=3, search="geometric").proportions) == (
+    assert divide_by_proportions([1] * 7, Priorities(num_classes=3, search=(1, 2, 4)).proportions) == (
         0,
         1,
         1,

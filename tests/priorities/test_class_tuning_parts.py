@@ -6,6 +6,7 @@ import pytest
 
 from syncline.priorities.meter import StepMeter, StepSample, median_of
 from syncline.priorities.settings import Priorities
+from syncline.updates import class_tuner
 from syncline.updates.class_tuner import MAX_PATIENCE, Decision
 
 
@@ -108,8 +109,9 @@ def test_classes_are_chosen_where_the_rear_holds_up_the_front() -> None:
     assert (verdict.chosen.time_s, verdict.one_class_s) == pytest.approx((3.0, 4.0), abs=0.15)
 
 
-def test_one_class_is_chosen_where_several_gain_too_little() -> None:
-    decision = Decision(Priorities(min_gain=0.5), (100, 100), backlog_bytes=1000)
+def test_one_class_is_chosen_where_several_gain_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(class_tuner, "MIN_GAIN", 0.5)
+    decision = Decision(Priorities(), (100, 100), backlog_bytes=1000)
     assert decision.retune(sample_of())
     assert decision.verdict is not None
     assert not decision.verdict.pays
@@ -117,7 +119,7 @@ def test_one_class_is_chosen_where_several_gain_too_little() -> None:
 
 
 def test_it_is_searched_again_when_the_step_departs_from_the_model_and_only_then() -> None:
-    decision = Decision(Priorities(research_at=0.1), (100, 100), backlog_bytes=1000)
+    decision = Decision(Priorities(), (100, 100), backlog_bytes=1000)
     decision.retune(sample_of(time_s=4.0))
     assert decision.verdict is not None
     promised_s = decision.verdict.chosen.time_s
@@ -127,8 +129,11 @@ def test_it_is_searched_again_when_the_step_departs_from_the_model_and_only_then
     assert decision.measured_s == promised_s * 1.11
 
 
-def test_searches_that_change_nothing_become_rare_and_one_that_does_makes_them_frequent_again() -> None:
-    decision = Decision(Priorities(measure_steps=3, research_at=0.0, min_gain=0.0), (100, 100), backlog_bytes=1000)
+def test_searches_that_change_nothing_become_rare_and_one_that_does_makes_them_frequent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(class_tuner, "MIN_GAIN", 0.0)
+    decision = Decision(Priorities(measure_steps=3), (100, 100), backlog_bytes=1000)
     intervals = []
     for _ in range(9):
         decision.retune(sample_of(time_s=9.0))
@@ -140,7 +145,7 @@ def test_searches_that_change_nothing_become_rare_and_one_that_does_makes_them_f
 
 
 def test_classes_that_make_no_forward_pass_faster_are_given_up_for_good() -> None:
-    decision = Decision(Priorities(min_gain=0.02), (100, 100), backlog_bytes=1000)
+    decision = Decision(Priorities(), (100, 100), backlog_bytes=1000)
     decision.retune(sample_of(time_s=4.0))
     assert not decision.has_failed
     assert decision.retune(sample_of(time_s=3.95))
@@ -153,7 +158,7 @@ def test_classes_that_make_no_forward_pass_faster_are_given_up_for_good() -> Non
 
 
 def test_classes_that_are_faster_stay() -> None:
-    decision = Decision(Priorities(min_gain=0.02), (100, 100), backlog_bytes=1000)
+    decision = Decision(Priorities(), (100, 100), backlog_bytes=1000)
     decision.retune(sample_of(time_s=4.0))
     assert not decision.retune(sample_of(time_s=3.1))
     assert not decision.has_failed

@@ -41,7 +41,6 @@ def test_marks_are_kept_as_given_or_left_alone() -> None:
 
 def test_proportions_add_up_to_one() -> None:
     assert Priorities(search="equal").proportions == (0.25,) * 4
-    assert Priorities(num_classes=2, search="geometric").proportions == (1 / 3, 2 / 3)
     assert Priorities(num_classes=2, search=(1, 3)).proportions == (0.25, 0.75)
 
 
@@ -55,14 +54,10 @@ def test_proportions_add_up_to_one() -> None:
         ({"dscp": (46, 34)}, "one value for each of the 4 classes"),
         ({"dscp": [46, 34, 18, 8]}, "a tuple"),
         ({"dscp": (46, 34, 18, 64)}, "a whole number from 0 to 63), or None, not (46, 34, 18, 64)"),
-        ({"max_message_bytes": 1000}, "from 4096 to 262144, not 1000"),
-        ({"max_message_bytes": 1 << 20}, "max_message_bytes"),
         ({"search": "best"}, "not 'best'"),
         ({"search": (1.0, 2.0)}, "search must have one value for each of the 4 classes"),
         ({"search": (1.0, 0.0, 1.0, 1.0)}, "a number above 0, finite), not (1.0, 0.0"),
         ({"search": (1.0, math.inf, 1.0, 1.0)}, "not (1.0, inf"),
-        ({"min_gain": -0.1}, "min_gain must be a number from 0 up, finite, not -0.1"),
-        ({"research_at": math.nan}, "not nan"),
         ({"measure_steps": 0}, "measure_steps must be a whole numbe"),
     ],
 )

@@ -18,23 +18,32 @@ from syncline.priorities.meter import StepSample
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.topology import Topology
-from syncline.updates import AllReduce, Clustered, Sharded, UpdateRule
+from syncline.updates import AllReduce, Clustered, Sharded, UpdateRule, class_tuner
 from syncline.updates.class_tuner import Decision, Verdict
 from thread_fleets import run_over_tcp
 
+pytestmark = pytest.mark.usefixtures("small_slices")
+
 NUM_STEPS = 12
 RULES: dict[str, UpdateRule] = {
-    "sharded": Sharded(bucket_bytes=2000, slice_bytes=700, overlap_forward=True),
+    "sharded": Sharded(bucket_bytes=2000, overlap_forward=True),
     "whole_parameters": Sharded(align="parameter", bucket_bytes=2000),
     "all_reduce": AllReduce(bucket_bytes=2000),
     # written down: what a busy machine measures of itself would group the ranks otherwise in the second run
     "clustered": Clustered(clusters=((0, 1), (2,)), period=4),
 }
 PRIORITIES = {
-    "searched": Priorities(measure_steps=3, min_gain=0.0, research_at=0.0),
+    "searched": Priorities(measure_steps=3),
     "equal": Priorities(search="equal", num_classes=3),
     "given": Priorities(num_classes=2, search=(1, 5), dscp=None),
 }
+
+
+@pytest.fixture(autouse=True)
+def _every_sample_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little classes bring on a machine without links."""
+    monkeypatch.setattr(class_tuner, "MIN_GAIN", 0.0)
+    monkeypatch.setattr(class_tuner, "SEARCH_AGAIN_AT", 0.0)
 
 
 def train(fleet: Fleet, rule: UpdateRule, priorities: Any) -> tuple[list[torch.Tensor], Any, Any]:
@@ -95,8 +104,11 @@ def test_the_argument_wins_over_the_topology_file(run_fleets: Any) -> None:
     assert max(of_argument.classes) == 0
 
 
-def test_it_is_said_once_that_classes_do_not_pay(run_fleets: Any, caplog: pytest.LogCaptureFixture) -> None:
-    never = Priorities(measure_steps=2, min_gain=10.0, research_at=0.0)
+def test_it_is_said_once_that_classes_do_not_pay(
+    run_fleets: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(class_tuner, "MIN_GAIN", 10.0)
+    never = Priorities(measure_steps=2)
     with caplog.at_level(logging.INFO):
         _, found, _ = run_fleets(2, lambda fleet: train(fleet, RULES["sharded"], never))[0]
     assert found.num_searches > 1

@@ -19,16 +19,16 @@ HOSTS = "switch: core\nchildren: [{host: h0, uplink: 1 Gbit/s}, {host: h1, uplin
         ("priorities: {}", Priorities()),
         ("priorities: off", Priorities.off()),
         (
-            "priorities: {num_classes: 2, max_message_bytes: 64 KiB, dscp: null}",
-            Priorities(num_classes=2, max_message_bytes=65536, dscp=None),
+            "priorities: {num_classes: 2, dscp: null}",
+            Priorities(num_classes=2, dscp=None),
         ),
         (
             "priorities: {num_classes: 2, dscp: [40, 0], search: [1, 3]}",
             Priorities(num_classes=2, dscp=(40, 0), search=(1, 3)),
         ),
         (
-            "priorities: {search: geometric, min_gain: 0.05, measure_steps: 4, research_at: 1}",
-            Priorities(search="geometric", min_gain=0.05, measure_steps=4, research_at=1.0),
+            "priorities: {search: equal, measure_steps: 4}",
+            Priorities(search="equal", measure_steps=4),
         ),
     ],
 )
@@ -52,7 +52,6 @@ def test_priorities_do_not_change_what_network_it_is() -> None:
         ),
         ("priorities:\n  num_classes: '2'", "line 4: 'num_classes' cannot be '2'"),
         ("priorities:\n  dscp: [1, 2]", "one value for each of the 4 classes"),
-        ("priorities:\n  max_message_bytes: 3", "line 4: size 3 is not a size"),
         ("priorities: {search: best}", "line 3: Priorities: search must be"),
         ("priorities: maybe", "line 3: 'priorities' cannot be 'maybe'"),
     ],

@@ -12,6 +12,7 @@ import torch
 from syncline.errors import ConfigurationError
 from syncline.priorities.meter import StepMeter
 from syncline.priorities.settings import Priorities
+from syncline.updates import class_tuner
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.class_tuner import ClassTuner
 
@@ -115,9 +116,10 @@ def test_classes_that_do_not_hold_what_was_promised_are_given_back() -> None:
     assert not tuner.statistics().is_on
 
 
-def test_classes_that_do_not_pay_open_nothing() -> None:
+def test_classes_that_do_not_pay_open_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(class_tuner, "MIN_GAIN", 10.0)
     model, forward = RecordingCollectives(), Forward()
-    tuner = tuner_of(model, forward, min_gain=10.0, research_at=100.0)
+    tuner = tuner_of(model, forward)
     tuner.tune(forward.watch)
     for _ in range(12):
         forward.step(tuner, wait_s=4.0)

@@ -554,25 +554,17 @@ def _terms_of(fabric: TcpFabric, generation: Generation, options: FabricOptions)
 
 
 def _with_classes(options: FabricOptions, priorities: Priorities) -> FabricOptions:
-    """Return the options with the connections, the marks and the sizes of messages that ``priorities`` ask for."""
-    chunk_bytes = min(options.chunk_bytes, priorities.max_message_bytes)
-    return replace(
-        options,
-        num_classes=priorities.num_classes,
-        dscp=priorities.dscp,
-        chunk_bytes=chunk_bytes,
-        eager_bytes=min(options.eager_bytes, chunk_bytes),
-    )
+    """Return the options with the connections and the marks that ``priorities`` ask for."""
+    return replace(options, num_classes=priorities.num_classes, dscp=priorities.dscp)
 
 
 def _has_classes(options: FabricOptions, wanted: FabricOptions) -> bool:
-    """Whether there are as many classes as are wanted, with the marks and the sizes that are wanted, if they are."""
+    """Whether there are as many classes as are wanted, with the marks that are wanted, if any are."""
     marks = (options.dscp or ())[: wanted.num_classes]
-    is_as_wanted = wanted.dscp is None or (marks == wanted.dscp and options.chunk_bytes == wanted.chunk_bytes)
-    return wanted.num_classes <= options.num_classes and is_as_wanted
+    return wanted.num_classes <= options.num_classes and wanted.dscp in (None, marks)
 
 
 def _describe_classes(options: FabricOptions) -> str:
     """Say which classes these are; equal texts mean equal classes."""
     marks = "unmarked" if options.dscp is None else f"DSCP {' '.join(map(str, options.dscp))}"
-    return f"{options.num_classes} connection classes ({marks}, messages of at most {options.chunk_bytes} bytes)"
+    return f"{options.num_classes} connection classes ({marks})"

@@ -8,7 +8,6 @@ the tuner decides which bucket travels on which.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -17,16 +16,14 @@ from syncline.errors import ConfigurationError
 
 MAX_CLASSES = 16
 MAX_DSCP = 63
-MIN_MESSAGE_BYTES = 4 << 10
-MAX_MESSAGE_BYTES = 256 << 10
 DEFAULT_DSCP = (46, 34, 18, 8)
 """Expedited forwarding, two assured classes, and the lowest-effort class selector (RFC 3246, RFC 2597, RFC 2474)."""
 _LADDER = (46, 40, 34, 36, 38, 26, 28, 30, 18, 20, 22, 10, 12, 14, 8)
 """Standard marks from the most urgent to the least: EF, CS5, AF41 to AF13, CS1; what goes below them is LE, 1."""
 _LOWEST_EFFORT = 1
 
-Search = Literal["auto", "equal", "geometric"] | tuple[Annotated[float, Bounds(above=0, below=math.inf)], ...]
-"""How the proportions of bytes come about: searched, equal, each class twice the one before, or as given."""
+Search = Literal["auto", "equal"] | tuple[Annotated[float, Bounds(above=0, below=math.inf)], ...]
+"""How the proportions of bytes come about: searched, equal, or as given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +33,7 @@ class Priorities:
     All ranks give the same. Class 0 is the most urgent. ``Priorities.off()`` is one connection without marks. Raises
     :class:`~syncline.errors.ConfigurationError` for values out of range, and for another number of marks than classes.
 
-    >>> syncline.Priorities(num_classes=2, search="geometric").proportions
+    >>> syncline.Priorities(num_classes=2, search=(1, 2)).proportions
     (0.3333333333333333, 0.6666666666666666)
     """
 
@@ -44,14 +41,8 @@ class Priorities:
     """Data connections to each peer, 1 to 16; small control messages have one of their own beside them."""
     dscp: tuple[Annotated[int, Bounds(0, MAX_DSCP)], ...] | None = DEFAULT_DSCP
     """The mark (0 to 63) of each class; None leaves marks alone. The default is fitted to ``num_classes``."""
-    max_message_bytes: Annotated[int, Bounds(MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES)] = MAX_MESSAGE_BYTES
-    """Sends are cut into messages of at most this size: an urgent one waits for at most one of them."""
     search: Search = "auto"
-    """``"auto"`` measures and searches; ``"equal"``, ``"geometric"`` or one share of bytes for each class do not."""
-    min_gain: Annotated[float, Bounds(0, below=math.inf)] = 0.02
-    """Several classes must make a forward pass faster by this share, or all buckets go in one (``search="auto"``)."""
-    research_at: Annotated[float, Bounds(0, below=math.inf)] = 0.10
-    """Search again when forward passes differ from the model by more than this share."""
+    """``"auto"`` measures and searches; ``"equal"``, or one share of bytes for each class, does not."""
     measure_steps: Annotated[int, Bounds(1, 1_000_000)] = 8
     """How many steps are measured before a search, and between two comparisons with the model."""
 
@@ -90,12 +81,7 @@ class Priorities:
     @property
     def proportions(self) -> tuple[float, ...]:
         """The fixed share of bytes of each class, adding up to 1; equal ones where they are to be searched."""
-        if isinstance(self.search, tuple):
-            weights: Sequence[float] = self.search
-        elif self.search == "geometric":
-            weights = [2.0**number for number in range(self.num_classes)]
-        else:
-            weights = [1.0] * self.num_classes
+        weights = self.search if isinstance(self.search, tuple) else (1.0,) * self.num_classes
         total = math.fsum(weights)
         return tuple(weight / total for weight in weights)
 

@@ -193,10 +193,7 @@ class _PrioritiesEntry(_Entry):
 
     num_classes: int | None = None
     dscp: list[int] | None = None
-    max_message_bytes: _SizeText | None = None
     search: Any = None
-    min_gain: float | None = None
-    research_at: float | None = None
     measure_steps: int | None = None
 
 

@@ -151,8 +151,7 @@ def write_document(name: str, root: Node, priorities: Priorities | None) -> str:
 
 
 def _priorities_entry(priorities: Priorities) -> dict[str, object]:
-    entry = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(priorities).items()}
-    return entry | {"max_message_bytes": f"{priorities.max_message_bytes} B"}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(priorities).items()}
 
 
 def _entry(node: Node) -> dict[str, object]:

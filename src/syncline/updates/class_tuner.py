@@ -9,12 +9,12 @@ keeps the network as modelled.)
 
 What is decided is a pure state machine, which goes through the same states on all ranks. A sample is the mean over
 ranks of their median samples. The first one leads to a search. At each later one the forward pass is compared with what
-the model promised; if they differ by more than ``research_at``, the search is made again with the new measurements. A
+the model promised; if they differ by more than a tenth, the search is made again with the new measurements. A
 model that is off for good (it leaves out much) would be searched with every sample, so the number of measured steps
 between two doubles each time that a search changes nothing, up to 64 times the first.
 
-The last word has the measurement: if several classes were chosen and the forward pass is not ``min_gain`` faster with
-them than it was in one, all goes back into one class, for good. (The model knows nothing of what a connection costs:
+The last word has the measurement: if several classes were chosen and the forward pass is not 2 % faster with them
+than it was in one, all goes back into one class, for good. (The model knows nothing of what a connection costs:
 one that was idle for a while begins slowly, and where no switch honours marks, connections share the link.)
 """
 
@@ -40,6 +40,10 @@ from syncline.runtime.work import Work
 from syncline.updates.bucket_collectives import BucketCollectives
 
 MAX_PATIENCE = 64
+MIN_GAIN = 0.02
+"""Several classes must make a forward pass faster by this part, or all buckets go in one."""
+SEARCH_AGAIN_AT = 0.1
+"""Forward passes differ from the model by more than this part of what it promised."""
 _log = logging.getLogger(__name__)
 
 
@@ -51,7 +55,7 @@ class Verdict:
     one_class_s: float
     """What the model says of a single class."""
     pays: bool
-    """Whether several classes are ``min_gain`` better than one; else ``chosen`` is one class."""
+    """Whether several classes are better than one by :data:`MIN_GAIN`; else ``chosen`` is one class."""
     profile: ForwardProfile
 
 
@@ -84,7 +88,7 @@ class Decision:
             return False
         if self.verdict is None or self.verdict.chosen.num_classes == 1:
             self.measured_one_class_s = sample.time_s
-        elif sample.time_s > (1 - self._priorities.min_gain) * self.measured_one_class_s:
+        elif sample.time_s > (1 - MIN_GAIN) * self.measured_one_class_s:
             one = predict_forward(self.verdict.profile, (0,) * len(self._num_bytes))
             self.verdict = replace(self.verdict, chosen=one, pays=False)
             self.has_failed = True
@@ -108,14 +112,14 @@ class Decision:
             )
         return (
             f"the forward pass would take {self.verdict.one_class_s:.4g} s in one, and several would not save "
-            f"{100 * self._priorities.min_gain:.3g} % of that"
+            f"{100 * MIN_GAIN:g} % of that"
         )
 
     def _is_off_the_model(self, seconds: float) -> bool:
         if self.verdict is None:
             return True
         promised_s = self.verdict.chosen.time_s
-        return abs(seconds - promised_s) > self._priorities.research_at * promised_s
+        return abs(seconds - promised_s) > SEARCH_AGAIN_AT * promised_s
 
     def _search(self, sample: StepSample) -> Verdict:
         profile = ForwardProfile(
@@ -127,7 +131,7 @@ class Decision:
         )
         one = predict_forward(profile, (0,) * profile.num_layers)
         best = search_classes(profile, self._priorities.num_classes)
-        pays = best.num_classes > 1 and best.time_s <= (1 - self._priorities.min_gain) * one.time_s
+        pays = best.num_classes > 1 and best.time_s <= (1 - MIN_GAIN) * one.time_s
         return Verdict(chosen=best if pays else one, one_class_s=one.time_s, pays=pays, profile=profile)
 
 
