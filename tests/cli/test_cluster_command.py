@@ -44,8 +44,6 @@ def test_features_of_the_file_count_where_they_are_named(tmp_path: Path) -> None
     assert record["ranks"] == [[0, 2, 4], [1, 3, 5]]
     asked = json.loads(runner.invoke(app, [*by_gpu, "--clusters", "3"]).output)
     assert len(asked["clusters"]) == 3
-    unweighted = json.loads(runner.invoke(app, [*by_gpu, "--weight", "gpu=0"]).output)
-    assert len(unweighted["clusters"]) == 1
 
 
 def test_a_narrow_terminal_shows_whole_names(tmp_path: Path) -> None:
@@ -70,11 +68,7 @@ def test_this_machine() -> None:
     [
         [],
         ["two-sites", "--here"],
-        ["two-sites", "--weight", "site"],
         ["two-sites", "--feature", "moon"],
-        ["two-sites", "--tolerance", "nan"],
-        ["two-sites", "--tolerance", "-1"],
-        ["two-sites", "--seed", "-1"],
     ],
 )
 def test_a_wrong_call_is_explained(arguments: list[str]) -> None:

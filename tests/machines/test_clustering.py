@@ -27,7 +27,7 @@ def test_groups_that_lie_apart_are_found(num_groups: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
     truth = np.repeat(np.arange(num_groups), 4)
     vectors = np.eye(num_groups)[truth] + generator.normal(scale=0.05, size=(len(truth), num_groups))
-    clustering = cluster_vectors(vectors, seed=seed)
+    clustering = cluster_vectors(vectors)
     assert clustering.labels == tuple(truth)
     assert max(clustering.silhouettes, key=clustering.silhouettes.__getitem__) == num_groups
 
@@ -64,13 +64,13 @@ def test_silhouette_is_that_of_scikit_learn(seed: int, num_hosts: int, num_clust
 
 @settings(max_examples=25)
 @given(st.integers(0, 10_000))
-def test_every_host_is_in_one_cluster_and_a_seed_repeats(seed: int) -> None:
+def test_every_host_is_in_one_cluster_and_all_ranks_find_the_same(seed: int) -> None:
     generator = np.random.default_rng(seed)
     vectors = generator.integers(0, 3, size=(int(generator.integers(1, 12)), 2)).astype(float)
-    clustering = cluster_vectors(vectors, seed=seed)
+    clustering = cluster_vectors(vectors)
     assert sorted(host for hosts in clustering.clusters for host in hosts) == list(range(len(vectors)))
     assert [hosts[0] for hosts in clustering.clusters] == sorted(hosts[0] for hosts in clustering.clusters)
-    assert clustering == cluster_vectors(vectors, seed=seed)
+    assert clustering == cluster_vectors(vectors)
 
 
 def test_clusters_keep_their_numbers() -> None:
@@ -91,8 +91,3 @@ def test_hosts_move_only_for_clusters_that_are_clearly_better() -> None:
     assert reconsider(evenly, [0, 0, 1, 1, 1], num_clusters=2) is None
     assert reconsider(evenly, [0, 0, 0, 1, 1], num_clusters=2) is None
     assert reconsider(np.zeros((4, 1)), [0, 0, 1, 1]) is None
-
-
-def test_a_seed_is_a_natural_number() -> None:
-    with pytest.raises(ConfigurationError, match="seed"):
-        cluster_vectors(np.eye(4), seed=-1)

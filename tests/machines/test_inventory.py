@@ -28,7 +28,7 @@ def test_latencies_that_nobody_tells_are_refused() -> None:
 
 
 def test_what_is_known_only_once_a_training_runs_may_be_asked_for_before() -> None:
-    asked = Inventory(topology=FLAT, use=["batch_s"], weights={"batch_s": 2.0})
+    asked = Inventory(topology=FLAT, use=["batch_s"])
     assert asked.table().columns == ()
     (column,) = asked.table({HOSTS[0]: {"batch_s": 0.1}}).columns
-    assert (column.label, column.weight) == ("batch_s", 2.0)
+    assert column.label == "batch_s"

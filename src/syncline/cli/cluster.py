@@ -14,7 +14,7 @@ from rich.table import Table
 from syncline.cli.commands import new_app
 from syncline.errors import ConfigurationError
 from syncline.machines.clustering import Clustering, Inventory
-from syncline.machines.features import TOLERANCE, Column, FeatureTable
+from syncline.machines.features import Column, FeatureTable
 from syncline.report.terminal import new_table
 from syncline.topology import Topology
 from syncline.units import format_duration, format_frequency, format_rate, format_size
@@ -41,13 +41,6 @@ def cluster(
         list[str] | None,
         typer.Option(metavar="NAME", help="A feature that counts; repeat it.", show_default="the network's"),
     ] = None,
-    weight: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=NUMBER", help="How much a feature counts; repeat it.")
-    ] = None,
-    tolerance: Annotated[
-        float, typer.Option(help="A feature that differs by less than this part of its mean says nothing.")
-    ] = TOLERANCE,
-    seed: Annotated[int, typer.Option(help="Seed of k-means.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     here: Annotated[
         bool, typer.Option("--here", help="Print this machine's features, to be pasted into a topology file.")
@@ -62,24 +55,11 @@ def cluster(
     if topology is None:
         raise ConfigurationError("no topology was given; name a file or a shipped topology, or say --here")
     loaded = Topology.load(topology)
-    weights = _parse_weights(weight or [])
-    inventory = Inventory(topology=loaded, use=feature or (), weights=weights, tolerance=tolerance)
-    table, clustering = inventory.divide(num_clusters=clusters, seed=seed)
+    table, clustering = Inventory(topology=loaded, use=feature or ()).divide(num_clusters=clusters)
     if as_json:
         print(json.dumps(_record(loaded, table, clustering), indent=2))
     else:
         _print_tables(loaded, table, clustering)
-
-
-def _parse_weights(texts: list[str]) -> dict[str, float]:
-    weights = {}
-    for text in texts:
-        name, _, number = text.partition("=")
-        try:
-            weights[name] = float(number)
-        except ValueError:
-            raise ConfigurationError(f"--weight {text!r} is not NAME=NUMBER; write for example site=2") from None
-    return weights
 
 
 def _print_here(*, as_json: bool) -> None:

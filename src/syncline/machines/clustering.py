@@ -20,7 +20,6 @@ from syncline.errors import ConfigurationError
 from syncline.machines.features import (
     LATENCY,
     LATER,
-    TOLERANCE,
     Features,
     FeatureTable,
     build_table,
@@ -54,35 +53,29 @@ class Clustering:
         return tuple(of_host[host] for host in range(len(of_host)))
 
 
-def cluster_vectors(
-    vectors: Floats, *, num_clusters: int | None = None, seed: int = 0, max_clusters: int = MAX_CLUSTERS
-) -> Clustering:
+def cluster_vectors(vectors: Floats, *, num_clusters: int | None = None) -> Clustering:
     """Divide hosts by their vectors (one row each) into ``num_clusters``, or as many as the silhouette says.
 
     Cost: 8 starts of k-means for each k, and O(hosts^2) for the silhouettes.
     """
     num_hosts = len(vectors)
-    if seed < 0:
-        raise ConfigurationError(f"a seed is a whole number of at least 0, not {seed}")
     if num_clusters is not None and not 1 <= num_clusters <= num_hosts:
         raise ConfigurationError(f"{num_hosts} hosts cannot form {num_clusters} clusters; ask for 1 to {num_hosts}")
     num_distinct = len(np.unique(vectors, axis=0))
     if num_clusters is not None:
-        labels = _divide(vectors, min(num_clusters, num_distinct), seed)
+        labels = _divide(vectors, min(num_clusters, num_distinct))
         labels = _split_equals(labels, num_clusters)
         silhouettes = {num_clusters: mean_silhouette(vectors, labels)}
         return _clustering(labels, silhouettes, f"k = {num_clusters} was asked for")
-    candidates = range(2, min(max_clusters, num_distinct, num_hosts - 1) + 1)
-    divided = {k: _divide(vectors, k, seed) for k in candidates}
+    candidates = range(2, min(MAX_CLUSTERS, num_distinct, num_hosts - 1) + 1)
+    divided = {k: _divide(vectors, k) for k in candidates}
     silhouettes = {k: mean_silhouette(vectors, labels) for k, labels in divided.items()}
     return _choose(num_hosts, num_distinct, divided, silhouettes)
 
 
-def reconsider(
-    vectors: Floats, labels: Sequence[int], *, num_clusters: int | None = None, seed: int = 0
-) -> Clustering | None:
+def reconsider(vectors: Floats, labels: Sequence[int], *, num_clusters: int | None = None) -> Clustering | None:
     """Return other clusters than those that ``labels`` say, if they are clearly better; None to keep these."""
-    found = cluster_vectors(vectors, num_clusters=num_clusters, seed=seed)
+    found = cluster_vectors(vectors, num_clusters=num_clusters)
     old = np.array(labels)
     is_same = len(found.clusters) == len(set(labels)) and all(
         len(set(old[list(hosts)])) == 1 for hosts in found.clusters
@@ -114,13 +107,13 @@ def _clustering(labels: Labels, silhouettes: Mapping[int, float], reason: str) -
     return Clustering(clusters=tuple(sorted(clusters)), silhouettes=dict(silhouettes), reason=reason)
 
 
-def _divide(vectors: Floats, num_clusters: int, seed: int) -> Labels:
+def _divide(vectors: Floats, num_clusters: int) -> Labels:
     """Run k-means several times and return the labels of the tightest result; k is at most the distinct vectors."""
     if num_clusters == 1:
         return np.zeros(len(vectors), dtype=np.int64)
     from scipy.cluster.vq import ClusterError, kmeans2
 
-    generator = np.random.default_rng((seed, num_clusters))
+    generator = np.random.default_rng((0, num_clusters))
     results: list[tuple[float, int, Labels]] = []
     for start in range(NUM_STARTS):
         try:
@@ -190,17 +183,12 @@ def keep_numbers(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """All that is known of the hosts of a topology, and which of it counts.
-
-    ``use``, ``weights`` and ``tolerance`` are those of :func:`.features.build_table`.
-    """
+    """All that is known of the hosts of a topology, and which of it counts (``use``, as in ``build_table``)."""
 
     topology: Topology
     measured: Mapping[str, Features] = field(default_factory=dict)
     """By host."""
     use: Sequence[str] = ()
-    weights: Mapping[str, float] = field(default_factory=dict)
-    tolerance: float = TOLERANCE
 
     def table(
         self, newer: Mapping[str, Features] | None = None, *, hosts: Collection[str] | None = None
@@ -220,15 +208,10 @@ class Inventory:
             if between.size == 0 or np.allclose(between, between[0]):  # of equal ones each host would be a kind
                 latencies_s = None
                 says_nothing.add(LATENCY)
-        return build_table(
-            merged,
-            latencies_s=latencies_s,
-            use=[name for name in self.use if name not in says_nothing],
-            weights={name: weight for name, weight in self.weights.items() if name not in says_nothing},
-            tolerance=self.tolerance,
-        )
+        use = [name for name in self.use if name not in says_nothing]
+        return build_table(merged, latencies_s=latencies_s, use=use)
 
-    def divide(self, *, num_clusters: int | None = None, seed: int = 0) -> tuple[FeatureTable, Clustering]:
+    def divide(self, *, num_clusters: int | None = None) -> tuple[FeatureTable, Clustering]:
         """Return the features and the clusters that they make."""
         table = self.table()
-        return table, cluster_vectors(table.vectors, num_clusters=num_clusters, seed=seed)
+        return table, cluster_vectors(table.vectors, num_clusters=num_clusters)

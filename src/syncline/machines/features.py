@@ -5,11 +5,12 @@
 The mean, the highest and the lowest value are those of all hosts (docs/mechanisms.md, Clusters).
 A feature that is text (`site`, `gpu`)
 becomes a column for each of its values, 0 or 1, each scaled by sqrt(1/2): two hosts with different texts are then
-exactly one weight apart. Latencies between hosts become a column for each host, scaled by sqrt(1/hosts), so that they
+exactly 1 apart. Latencies between hosts become a column for each host, scaled by sqrt(1/hosts), so that they
 weigh as much as one feature whose values lie at both ends. What is not known of a host counts as the mean.
 
 The normal form blows the smallest difference up to 1. Measured values of equal machines differ a little, and this noise
-would count as much as a real difference: so where max - min is at most ``tolerance`` of the mean, x' is 0 too.
+would count as much as a real difference: so where max - min is at most a tenth of the mean (half, of what differs
+more), x' is 0 too.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Column:
     label: str
     values: tuple[float, ...]
     """One for each host; NaN where it is not known."""
-    weight: float
+    weight: float = 1.0
+    """What scales it, so that features of several columns count as one of a single column."""
     tolerance: float = 0.0
     text: str | None = None
 
@@ -109,48 +111,38 @@ def build_table(
     *,
     latencies_s: Floats | None = None,
     use: Sequence[str] = (),
-    weights: Mapping[str, float] | None = None,
-    tolerance: float = TOLERANCE,
 ) -> FeatureTable:
     """Build the table of ``features`` (by host, in order), with the hosts' latencies to one another if given.
 
-    ``use`` names the features that count (default: those of the network, as far as they are known), ``weights`` how
-    much (default: 1 each).
+    ``use`` names the features that count (default: those of the network, as far as they are known).
     """
-    if not 0 <= tolerance < math.inf:
-        raise ConfigurationError(
-            f"tolerance is a part of a feature's mean, such as 0.1, and at least 0, not {tolerance}"
-        )
     hosts = tuple(features)
     names = list(dict.fromkeys(name for of_host in features.values() for name in of_host))
     if latencies_s is not None and LATENCY not in names:
         names.append(LATENCY)
-    _check_names(names, use, "features")
-    _check_names(names, weights, "weights")
-    weights = weights or {}
+    _check_names(names, use)
     columns: list[Column] = []
     for name in use or [name for name in names if name in NETWORK]:
-        weight = _checked_weight(name, weights.get(name, 1.0))
         given = [of_host.get(name) for of_host in features.values()]
         if name == LATENCY and latencies_s is not None and all(value is None for value in given):
-            columns += _latency_columns(hosts, latencies_s, weight)
+            columns += _latency_columns(hosts, latencies_s)
         else:
             _check_kind(name, dict(zip(hosts, given, strict=True)))
-            columns += _columns(name, given, weight, max(tolerance, NOISY.get(name, 0.0)) if tolerance else 0.0)
+            columns += _columns(name, given, NOISY.get(name, TOLERANCE))
     return FeatureTable(hosts=hosts, columns=tuple(columns))
 
 
-def _columns(name: str, given: Sequence[Feature | None], weight: float, tolerance: float) -> list[Column]:
+def _columns(name: str, given: Sequence[Feature | None], tolerance: float) -> list[Column]:
     texts = sorted({value for value in given if isinstance(value, str)})
     if not texts:
         values = tuple(math.nan if value is None else float(value) for value in given)
-        return [Column(feature=name, label=name, values=values, weight=weight, tolerance=tolerance)]
+        return [Column(feature=name, label=name, values=values, tolerance=tolerance)]
     return [
         Column(
             feature=name,
             label=f"{name} {text}",
             values=tuple(math.nan if value is None else float(value == text) for value in given),
-            weight=weight * math.sqrt(0.5),
+            weight=math.sqrt(0.5),
             text=text,
         )
         for text in texts
@@ -170,28 +162,22 @@ def _check_kind(name: str, given: Mapping[str, Feature | None]) -> None:
             raise ConfigurationError(f"feature {name!r} of host {host} is {given[host]}; write a finite number")
 
 
-def _latency_columns(hosts: Sequence[str], latencies_s: Floats, weight: float) -> list[Column]:
+def _latency_columns(hosts: Sequence[str], latencies_s: Floats) -> list[Column]:
     return [
         Column(
             feature=LATENCY,
             label=f"latency to {host}",
             values=tuple(float(value) for value in latencies_s[:, index]),
-            weight=weight / math.sqrt(len(hosts)),
+            weight=1 / math.sqrt(len(hosts)),
         )
         for index, host in enumerate(hosts)
     ]
 
 
-def _check_names(known: Sequence[str], wanted: Iterable[str] | None, argument: str) -> None:
-    for name in wanted or ():
+def _check_names(known: Sequence[str], wanted: Iterable[str]) -> None:
+    for name in wanted:
         if name not in known:
-            raise ConfigurationError(f"{argument}: no host has the feature {name!r}; known are {', '.join(known)}")
-
-
-def _checked_weight(name: str, weight: float) -> float:
-    if not 0 <= weight < math.inf:
-        raise ConfigurationError(f"weights: that of {name!r} is {weight!r}; write a number of at least 0")
-    return weight
+            raise ConfigurationError(f"features: no host has the feature {name!r}; known are {', '.join(known)}")
 
 
 def topology_features(topology: Topology) -> dict[str, dict[str, Feature]]:

@@ -59,8 +59,8 @@ def read_moment(gpu: Gpu | None = None) -> dict[str, float]:
     return {name: value for name, value in moment.items() if value > 0}
 
 
-def probe_disk(directory: Path, *, num_bytes: int = PROBE_BYTES, limit_s: float = PROBE_S) -> float:
-    """Write and sync at most ``num_bytes`` for about ``limit_s``; return bytes per second.
+def probe_disk(directory: Path) -> float:
+    """Write and sync at most ``PROBE_BYTES`` for about ``PROBE_S`` seconds; return bytes per second.
 
     0 if it cannot be written, or lies in memory.
 
@@ -71,19 +71,19 @@ def probe_disk(directory: Path, *, num_bytes: int = PROBE_BYTES, limit_s: float 
         if is_in_memory(directory):
             return 0.0
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-            return _write_blocks(file.fileno(), [block] * max(1, num_bytes // len(block)), limit_s)
+            return _write_blocks(file.fileno(), [block] * (PROBE_BYTES // len(block)))
     except OSError:
         return 0.0
 
 
-def _write_blocks(descriptor: int, blocks: Iterable[bytes], limit_s: float) -> float:
+def _write_blocks(descriptor: int, blocks: Iterable[bytes]) -> float:
     start_s = time.monotonic()
     written_bytes, elapsed_s = 0, 0.0
     for block in blocks:
         written_bytes += os.write(descriptor, block)
         os.fsync(descriptor)
         elapsed_s = time.monotonic() - start_s
-        if elapsed_s > limit_s:
+        if elapsed_s > PROBE_S:
             break
     return written_bytes / max(elapsed_s, 1e-9)
 
