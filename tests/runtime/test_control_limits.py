@@ -9,12 +9,12 @@ from syncline.errors import PeerLostError, SynclineError, escape_text
 from syncline.runtime import control
 from syncline.runtime.call import Description
 from syncline.runtime.control import ControlError, Failure
-from syncline.runtime.same_calls import COST_BYTES, MAX_EARLY_BYTES, RANK_BYTES, Agreement, EarlyQuota, EarlyWaits
+from syncline.runtime.same_calls import COST_BYTES, MAX_EARLY_BYTES, RANK_BYTES, EarlyQuota, EarlyWaits, SameCalls
 
 
 def test_calls_that_this_rank_never_makes_are_kept_up_to_a_bound():
     agreement, description = (
-        Agreement(predecessor=1, quota=EarlyQuota()),
+        SameCalls(predecessor=1, quota=EarlyQuota()),
         Description(identity="i" * 400, text="t" * 600),
     )
     num_kept = MAX_EARLY_BYTES // (COST_BYTES + 1000)

@@ -9,7 +9,7 @@ from syncline.runtime import control
 from syncline.runtime.call import Description
 from syncline.runtime.dataflow import compile_dataflow
 from syncline.runtime.failures import find_culprits, wait_for
-from syncline.runtime.same_calls import Agreement, EarlyQuota
+from syncline.runtime.same_calls import EarlyQuota, SameCalls
 from syncline.schedule import Phase, Receive, Send
 
 
@@ -103,35 +103,35 @@ def description(identity):
 
 
 def test_agreement_is_found_in_either_order():
-    agreement = Agreement(predecessor=1, quota=EarlyQuota())
-    assert agreement.heard((0, 0), 1, description("a")) == (False, None)
-    assert agreement.made((0, 0), description("a")) == (True, None)
-    assert agreement.made((0, 1), description("b")) == (False, None)
-    assert agreement.heard((0, 1), 1, description("b")) == (True, None)
+    calls = SameCalls(predecessor=1, quota=EarlyQuota())
+    assert calls.heard((0, 0), 1, description("a")) == (False, None)
+    assert calls.made((0, 0), description("a")) == (True, None)
+    assert calls.made((0, 1), description("b")) == (False, None)
+    assert calls.heard((0, 1), 1, description("b")) == (True, None)
 
 
 def test_another_rank_than_the_one_before_does_not_make_an_agreement():
-    agreement = Agreement(predecessor=1, quota=EarlyQuota())
-    agreement.made((0, 0), description("a"))
-    assert agreement.heard((0, 0), 3, description("a")) == (False, None)
+    calls = SameCalls(predecessor=1, quota=EarlyQuota())
+    calls.made((0, 0), description("a"))
+    assert calls.heard((0, 0), 3, description("a")) == (False, None)
 
 
 def test_a_disagreement_is_found_also_after_the_own_call_has_ended():
-    agreement = Agreement(predecessor=1, quota=EarlyQuota())
-    agreement.made((0, 0), description("a"))
-    agreement.ended((0, 0))
-    _, disagreement = agreement.heard((0, 0), 3, description("b"))
+    calls = SameCalls(predecessor=1, quota=EarlyQuota())
+    calls.made((0, 0), description("a"))
+    calls.ended((0, 0))
+    _, disagreement = calls.heard((0, 0), 3, description("b"))
     assert (disagreement.peer, disagreement.theirs.text, disagreement.ours.text) == (3, "call b", "call a")
 
 
 def test_only_the_latest_ended_calls_are_remembered():
-    agreement = Agreement(predecessor=1, quota=EarlyQuota())
-    agreement.made((9, 9), description("still open"))
+    calls = SameCalls(predecessor=1, quota=EarlyQuota())
+    calls.made((9, 9), description("still open"))
     for number in range(1000):
-        agreement.made((0, number), description("a"))
-        agreement.ended((0, number))
-    assert len(agreement._own) == 257
-    assert agreement.heard((9, 9), 1, description("still open")) == (True, None)
+        calls.made((0, number), description("a"))
+        calls.ended((0, number))
+    assert len(calls._own) == 257
+    assert calls.heard((9, 9), 1, description("still open")) == (True, None)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Whoever waits for a work is let go when it ends, by whatever thread and however many wait."""
 
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -88,3 +89,12 @@ def test_a_work_ends_once_and_its_callbacks_run_once(loop):
     assert seen == [(work, "test")]
     with pytest.raises(AssertionError, match="ended twice"):
         work.finish(None)
+
+
+def test_the_error_of_a_loss_can_be_sent_to_the_process_that_started_the_rank():
+    error = PeerLostError("rank 1 is lost", rank=1, host="a")
+    error.add_note("of the user's")
+    found = pickle.loads(pickle.dumps(error))
+    assert type(found) is PeerLostError
+    assert (found.args, vars(found)) == (error.args, vars(error))
+    assert (found.rank, found.host, found.ranks_at_fault) == (1, "a", (1,))

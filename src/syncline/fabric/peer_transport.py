@@ -98,9 +98,9 @@ class TransportSet:
         self._transports[peer] = PeerTransport(peer, options=options, events=events, transport_set=self)
         return self._transports[peer]
 
-    def open_executor(self, reference: SliceExecutor, most_bytes: int, ranks: Sequence[int]) -> SliceExecutor:
+    def open_executor(self, most_bytes: int, ranks: Sequence[int]) -> SliceExecutor:
         """Return who executes slices here (see :class:`~syncline.fabric.protocol.Transport`)."""
-        return CompiledSliceExecutor(self, reference, most_bytes, ranks)
+        return CompiledSliceExecutor(self, most_bytes, ranks)
 
     def tell_drained(self, on_drained: Callable[[], None]) -> None:
         """Tell from now on whenever everything that was sent to a peer is with the kernel."""
@@ -415,17 +415,14 @@ Mismatched = Callable[[int, int, int], None]
 
 
 class CompiledSliceExecutor:
-    """Executes calls on a native transport; those whose reduction is not compiled are left to ``reference``.
+    """Executes calls on a native transport.
 
-    Those have no bound. Rank k of a call is ``ranks[k]`` of the native transport, which tells of a mismatch who stands
-    in ``mismatched`` for the call, by its first tag in units of CALL_TAGS.
+    Rank k of a call is ``ranks[k]`` of the native transport, which tells of a mismatch who stands in ``mismatched`` for
+    the call, by its first tag in units of CALL_TAGS.
     """
 
-    def __init__(
-        self, transport_set: TransportSet, reference: SliceExecutor, most_bytes: int, ranks: Sequence[int]
-    ) -> None:
+    def __init__(self, transport_set: TransportSet, most_bytes: int, ranks: Sequence[int]) -> None:
         self._native_transport = transport_set.native_transport
-        self._reference = reference
         self._ranks = list(ranks)
         self.mismatched = transport_set.mismatched
         self._pool = _native.TemporaryPool(2 * most_bytes)
@@ -439,13 +436,11 @@ class CompiledSliceExecutor:
 
     def open(self, call: SlicedCall) -> Execution:
         """Return an execution that has not begun."""
-        if not _native.can_add(call.reduction.dtype, call.reduction.op):
-            return self._reference.open(call)
         return CompiledExecution(self, call)
 
     def heard_s(self, peer: int) -> float:
         """Return when a message of ``peer`` last arrived, by the loop's clock; 0 if none did."""
-        return max(self._native_transport.heard_s(self._ranks[peer]), self._reference.heard_s(peer))
+        return self._native_transport.heard_s(self._ranks[peer])
 
     def compile(self, call: SlicedCall, on_done: Callable[[], None]) -> _native.CallRun:
         """Return ``call`` as compiled code runs it."""

@@ -1,8 +1,8 @@
 """Who executes the slices of a call: compiled code over TCP, or the reference in Python, which runs on any transport.
 
-The reference (:mod:`syncline.runtime.python_slice_executor`) serves the fabric in memory, and reductions that are not
-compiled. The fabric over TCP puts compiled code in its place (:meth:`syncline.fabric.Transport.open_executor`), which
-does the same, to the bit: an engine cannot tell which it has.
+The reference (:mod:`syncline.runtime.python_slice_executor`) serves the fabric in memory, and rounds between
+servers of ``Clustered``. The fabric over TCP puts compiled code in its place
+(:meth:`syncline.fabric.Transport.open_executor`), which does the same, to the bit: an engine cannot tell which it has.
 
 The messages of calls are numbered by 64 bits that no two messages in flight between two ranks share:
 

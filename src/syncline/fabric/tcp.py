@@ -208,9 +208,9 @@ class TcpFabric:
         for peer in missing:
             self._mesh.meet(self._peers[peer])
 
-    def open_executor(self, reference: SliceExecutor, most_bytes: int, ranks: Sequence[int] = ()) -> SliceExecutor:
+    def open_executor(self, reference: SliceExecutor, most_bytes: int, ranks: Sequence[int] = ()) -> SliceExecutor:  # noqa: ARG002 - this is compiled
         """Return who executes slices here (see the protocol)."""
-        return self._transport_set.open_executor(reference, most_bytes, ranks or range(self.world_size))
+        return self._transport_set.open_executor(most_bytes, ranks or range(self.world_size))
 
     async def open_classes(self, priorities: Priorities, *, timeout_s: float, only_check: bool = False) -> None:
         """Open further connections to every peer (see the protocol)."""

@@ -27,7 +27,7 @@ from syncline.runtime.dataflow import Dataflows
 from syncline.runtime.direct import DirectCall, DirectExecution
 from syncline.runtime.plans import MOST_INFLIGHT_BYTES
 from syncline.runtime.python_slice_executor import PythonSliceExecutor
-from syncline.runtime.same_calls import Agreement, CallKey, Disagreement, EarlyQuota, EarlyWaits
+from syncline.runtime.same_calls import CallKey, Disagreement, EarlyQuota, EarlyWaits, SameCalls
 from syncline.runtime.work import Work
 from syncline.topology import Topology
 
@@ -120,7 +120,7 @@ class Engine:
         self._others = [rank for rank in range(fabric.world_size) if rank != fabric.rank]
         self._predecessor = (fabric.rank - 1) % fabric.world_size
         quota = EarlyQuota()
-        self._agreement = Agreement(self._predecessor, quota)
+        self._same_calls = SameCalls(self._predecessor, quota)
         self._early_waits = EarlyWaits(quota)
         reference = PythonSliceExecutor(fabric, clock, on_crash=self.crash)
         self._executor = fabric.open_executor(reference, max_inflight_bytes)
@@ -264,7 +264,7 @@ class Engine:
         kind, stream, number, body = control.decode_head(payload)
         key = (stream, number & NUMBER_MASK)
         if kind is ControlKind.DESCRIBE:
-            self._judge(key, *self._agreement.heard(key, peer, control.decode_description(body)))
+            self._judge(key, *self._same_calls.heard(key, peer, control.decode_description(body)))
         elif kind is ControlKind.WAITING:
             self._note_waiting(key, number, peer, *control.decode_waiting(body, self._world_size))
         elif kind is ControlKind.BESIDE:
@@ -432,7 +432,7 @@ class Engine:
         if self._world_size > 1:
             payload = control.encode_description(active.call.stream, active.number, active.description)
             self._fabric.send_control((self._rank + 1) % self._world_size, payload)
-            self._judge(key, *self._agreement.made(key, active.description))
+            self._judge(key, *self._same_calls.made(key, active.description))
         return key in self._calls
 
     def _end(self, active: ActiveCall) -> None:
@@ -442,7 +442,7 @@ class Engine:
         call = active.call
         key = (call.stream, active.number & NUMBER_MASK)
         del self._calls[key]
-        self._agreement.ended(key)
+        self._same_calls.ended(key)
         if active.timer is not None:
             active.timer.cancel()
         self.num_calls[call.kind] = self.num_calls.get(call.kind, 0) + 1

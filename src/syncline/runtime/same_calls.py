@@ -95,7 +95,7 @@ class Disagreement(NamedTuple):
     ours: Description
 
 
-class Agreement:
+class SameCalls:
     """Own calls, of which the latest are remembered after their end, and descriptions that came before the own call."""
 
     def __init__(self, predecessor: int, quota: EarlyQuota) -> None:

@@ -206,7 +206,7 @@ class SharedMemoryCollectives:
         if part is None or part.operation.terms is None:
             return None
         order = self._segment.order_of(call.reduction, part.operation.terms)
-        return None if order is None else KeptCall(self, call, part, order, view, finish)
+        return KeptCall(self, call, part, order, view, finish)
 
     def _begin(self, call: Call, work: Work, part: Part | None) -> bool:
         """Give a call its number; put it up here and return True, or hand it to the engine, and tell the others."""

@@ -54,10 +54,8 @@ class Segment(_native.Segment):
         """Return where ``rank`` puts up what it has to say in call ``number``."""
         return self._payloads[rank][number & 1]
 
-    def order_of(self, reduction: Reduction, terms: Sum) -> _native.SumOrder | None:
-        """Return how compiled code adds all contributions; None if it does not know such numbers."""
-        if not _native.can_add(reduction.dtype, reduction.op):
-            return None
+    def order_of(self, reduction: Reduction, terms: Sum) -> _native.SumOrder:
+        """Return how compiled code adds all contributions."""
         return _native.SumOrder(reduction.dtype, reduction.op, steps_of(terms), self.world_size)
 
 
