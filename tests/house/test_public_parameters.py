@@ -13,7 +13,7 @@ import inspect
 import syncline
 from syncline.pytorch.environment import Arguments
 
-MOST = 70
+MOST = 66
 APART = {"Overlapped": 6, "Clustered": 8, "LocalSteps": 8}
 """Rules with many settings of their own, each of which a page explains; at most so many."""
 HANDED_OUT = {

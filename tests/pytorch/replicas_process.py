@@ -16,7 +16,7 @@ def main() -> None:
     torch.manual_seed(3)
     alone = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 7)).double()
     model = copy.deepcopy(alone)
-    rule = syncline.Sharded(replicate=["rack-a", "rack-b"], bucket_bytes=8000, slice_bytes=3000)
+    rule = syncline.Sharded(replicate=["rack-a", "rack-b"], bucket_bytes=8000)
     with syncline.init(topology="two-racks-5-3") as fleet:
         plain = torch.optim.AdamW(alone.parameters(), lr=0.01)
         model, optimizer = syncline.distribute(model, torch.optim.AdamW(model.parameters(), lr=0.01), rule)

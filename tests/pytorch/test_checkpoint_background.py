@@ -23,6 +23,8 @@ from syncline.pytorch.checkpoint.background import writer_of
 from syncline.pytorch.fleet import Fleet
 from syncline.updates import AllReduce, Clustered, Overlapped, Sharded, UpdateRule
 
+pytestmark = pytest.mark.usefixtures("small_slices")
+
 CASE = CASES["sometimes_unused"]
 BATCHES = CASE.batches(6, 12)
 WAIT_S = 60.0
@@ -65,7 +67,7 @@ def values_of(model: nn.Module, optimizer: Any = None) -> list[torch.Tensor]:
 
 RULES = {
     "all_reduce": AllReduce(),
-    "sharded": Sharded(bucket_bytes=700, slice_bytes=256, overlap_forward=True),
+    "sharded": Sharded(bucket_bytes=700, overlap_forward=True),
     "sharded_whole": Sharded(align="parameter"),
     "overlapped": Overlapped(period=1),
     "overlapped_some": Overlapped(period=1, quorum=2),

@@ -21,10 +21,12 @@ from syncline.updates import Sharded
 from syncline.updates.elastic_sharded import ElasticShardedUpdater
 from syncline.updates.peer_state import StateLostError
 
+pytestmark = pytest.mark.usefixtures("small_slices")
+
 FLAT = Topology.flat(4)
 CASE = CASES["sometimes_unused"]
 RULES = {
-    "element": Sharded(bucket_bytes=2000, slice_bytes=700, spares=1),
+    "element": Sharded(bucket_bytes=2000, spares=1),
     "whole_parameters": Sharded(align="parameter", bucket_bytes=3000, spares=1),
 }
 NUM_STEPS = 5

@@ -155,3 +155,23 @@ def test_no_gather_is_over_when_step_returns(run_fleets: Any) -> None:
 
     assert results[0] == (0, NUM_LAYERS)
     assert results[1][1] == NUM_LAYERS
+
+
+def test_state_is_counted_when_the_step_that_makes_it_is_over(run_fleets: Any) -> None:
+    def body(fleet: Fleet) -> int:
+        model = _layers()
+        rule = Sharded(overlap_forward=True)
+        model, optimizer = distribute(model, torch.optim.Adam(model.parameters()), rule, fleet=fleet)
+        updater: Any = optimizer.training.updater
+        waits, synchronize = threading.Event(), updater.synchronize
+        for shard in updater.shards:
+            step = shard.step
+            shard.step = lambda *given, step=step, **named: waits.wait(DEADLINE_S) and step(*given, **named)
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        updater.synchronize = lambda: (waits.set(), synchronize())
+        num_bytes = optimizer.num_state_bytes
+        waits.set()
+        return num_bytes
+
+    assert sum(run_fleets(2, body)) >= 2 * 4 * NUM_LAYERS * WIDTH * WIDTH, "two moments of each element"

@@ -20,12 +20,14 @@ from syncline.topology import Topology
 from syncline.updates import Sharded
 from thread_fleets import run_fleets, run_over_tcp
 
+pytestmark = pytest.mark.usefixtures("small_slices")
+
 INPUTS = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6)
 TARGETS = torch.linspace(1, 3, 12, dtype=torch.float64).reshape(4, 3)
 
 
 def rule_of(*, in_backward: bool, **options: Any) -> Sharded:
-    return Sharded(bucket_bytes=1000, slice_bytes=500, step_in_backward=in_backward, **options)
+    return Sharded(bucket_bytes=1000, step_in_backward=in_backward, **options)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

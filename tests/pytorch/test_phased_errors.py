@@ -75,7 +75,6 @@ def test_an_odd_number_of_ranks(run_fleets: Any) -> None:
     [
         ({"stages_in_memory": 0}, "stages_in_memory must be a whole number from 1 up, not 0"),
         ({"align": "row"}, "align must be"),
-        ({"bucket_bytes": 0}, "bucket_bytes must be a whole number from 1 up"),
     ],
 )
 def test_options(options: dict[str, Any], message: str, run_fleets: Any) -> None:

@@ -19,8 +19,10 @@ from phased_models import (
 )
 from torch import nn
 
-from syncline.pytorch.phased import phase
+from syncline.pytorch.phased import phase, setup
 from syncline.topology import Topology
+
+pytestmark = pytest.mark.usefixtures("small_slices")
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
@@ -152,8 +154,11 @@ def test_dropout_draws_the_same_in_both_forward_passes(run_fleets: Any) -> None:
     assert results[0]["losses"] == pytest.approx([step[0] for step in losses], rel=1e-12)
 
 
-@pytest.mark.parametrize("options", [{"bucket_bytes": 700, "slice_bytes": 256}, {"align": "parameter"}], ids=str)
-def test_buckets_slices_and_whole_parameters(options: dict[str, Any], run_fleets: Any) -> None:
+@pytest.mark.parametrize("options", [{}, {"align": "parameter"}], ids=str)
+def test_buckets_slices_and_whole_parameters(
+    options: dict[str, Any], run_fleets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "DEFAULT_BUCKET_BYTES", 700)
     compare(5, 3, "adamw", run_fleets, **options)
 
 

@@ -15,7 +15,7 @@ from phased_models import make_batches, make_stages, squared
 
 from rank_scripts import run_script
 from syncline.errors import ConfigurationError, SynclineError
-from syncline.pytorch.phased import phase
+from syncline.pytorch.phased import phase, setup
 from syncline.updates.phased.storage import Folder
 from syncline.updates.phased.versions import read_manifests
 
@@ -145,14 +145,17 @@ def test_a_folder_that_is_gone_is_not_begun_anew(run_fleets: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("change", ["stages", "buckets"])
-def test_another_job_is_told_and_changes_nothing(change: str, run_fleets: Any, tmp_path: Path) -> None:
+def test_another_job_is_told_and_changes_nothing(
+    change: str, run_fleets: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_steps(run_fleets, tmp_path, 2)
+    if change == "buckets":
+        monkeypatch.setattr(setup, "DEFAULT_BUCKET_BYTES", 500)
     before = {path: path.read_bytes() for path in sorted(tmp_path.glob("*/*"))}
 
     def begin(fleet: Any) -> int:
         stages = make_stages(5) if change == "stages" else make_stages(4)
-        options = {"bucket_bytes": 500} if change == "buckets" else {}
-        return phase(stages, adam, loss=squared, fleet=fleet, storage=tmp_path, resume=True, **options).num_steps
+        return phase(stages, adam, loss=squared, fleet=fleet, storage=tmp_path, resume=True).num_steps
 
     told = outcomes(run_fleets, begin)
     assert any("holds step 2 of another job: it was" in one for one in told), told

@@ -22,15 +22,17 @@ from syncline.pytorch.fleet import Fleet
 from syncline.topology import DirectedLink, Topology
 from syncline.updates import Sharded
 
+pytestmark = pytest.mark.usefixtures("small_slices")
+
 RACKS = Topology.load("two-racks-5-3")
 TOPOLOGIES = {"racks": RACKS, "deep": Topology.parse(DEEP)}
-PLAIN = Sharded(bucket_bytes=4000, slice_bytes=1500)
+PLAIN = Sharded(bucket_bytes=4000)
 RULES = {
-    "racks": Sharded(bucket_bytes=4000, slice_bytes=1500, replicate=1),
-    "ranks": Sharded(bucket_bytes=4000, slice_bytes=1500, replicate=3),
+    "racks": Sharded(bucket_bytes=4000, replicate=1),
+    "ranks": Sharded(bucket_bytes=4000, replicate=3),
     "whole_parameters": Sharded(align="parameter", bucket_bytes=6000, replicate=["rack-a", "rack-b"]),
-    "in_backward": Sharded(bucket_bytes=4000, slice_bytes=1500, replicate=1, step_in_backward=True),
-    "overlapping": Sharded(bucket_bytes=4000, slice_bytes=1500, replicate="auto", overlap_forward=True),
+    "in_backward": Sharded(bucket_bytes=4000, replicate=1, step_in_backward=True),
+    "overlapping": Sharded(bucket_bytes=4000, replicate="auto", overlap_forward=True),
 }
 
 
@@ -54,7 +56,7 @@ def test_other_replicas_equal_one_process(rule: str, run_fleets: Any) -> None:
 
 @pytest.mark.parametrize("replicate", [1, 2, "host"])
 def test_replicas_of_a_deep_tree_equal_one_process(replicate: Any, run_fleets: Any) -> None:
-    case, rule = CASES["perceptron"], Sharded(bucket_bytes=4000, slice_bytes=1500, replicate=replicate)
+    case, rule = CASES["perceptron"], Sharded(bucket_bytes=4000, replicate=replicate)
     results, reference = train_together(
         case, TOPOLOGIES["deep"], rule, OPTIMIZERS["adam"], case.batches(4, 23), run_fleets
     )

@@ -17,6 +17,8 @@ from syncline.pytorch.fleet import Fleet
 from syncline.topology import Topology
 from syncline.updates import Sharded
 
+pytestmark = pytest.mark.usefixtures("small_slices")
+
 RACKS = """
 switch: core
 children:
@@ -25,8 +27,8 @@ children:
 """
 TOPOLOGIES = {"racks": Topology.parse(RACKS), "deep": Topology.parse(DEEP), "flat": Topology.flat(3)}
 RULES = {
-    "element": Sharded(bucket_bytes=4000, slice_bytes=1500, spares=1),
-    "overlapping": Sharded(bucket_bytes=4000, slice_bytes=1500, spares=1, overlap_forward=True),
+    "element": Sharded(bucket_bytes=4000, spares=1),
+    "overlapping": Sharded(bucket_bytes=4000, spares=1, overlap_forward=True),
     "whole_parameters": Sharded(align="parameter", bucket_bytes=6000, spares=1),
 }
 

@@ -17,6 +17,8 @@ from syncline.pytorch.fleet import Fleet
 from syncline.topology import Topology
 from syncline.updates import AllReduce, Sharded, UpdateRule
 
+pytestmark = pytest.mark.usefixtures("small_slices")
+
 TWO_AND_THREE = """
 topology: two-racks-2-3
 switch: core
@@ -53,7 +55,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1),
 }
 RULES: dict[str, UpdateRule] = {
-    "sharded": Sharded(bucket_bytes=4000, slice_bytes=1500),
+    "sharded": Sharded(bucket_bytes=4000),
     "whole_parameters": Sharded(align="parameter", bucket_bytes=6000),
     "all_reduce": AllReduce(bucket_bytes=4000),
 }

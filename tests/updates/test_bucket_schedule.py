@@ -66,13 +66,6 @@ def test_a_bucket_has_as_many_slices_as_come_nearest_to_the_wanted_size(is_divid
     assert [len(bucket_schedule.layout.slices) for bucket_schedule in bucket_schedules] == [1, 1, 1, 1, 2, 3, 20]
 
 
-def test_a_size_that_the_user_wants_goes_before_the_runtime_s() -> None:
-    communicator: Any = Recorder(slice_bytes=1000)
-    options = BucketScheduleOptions(is_divided=True, slice_bytes=400)
-    (bucket_schedule,) = plan_bucket_schedules(communicator, plans(330), options, first_stream=1)
-    assert [4 * (offsets[-1] - offsets[0]) for offsets in bucket_schedule.layout.slices] == [440, 440, 440]
-
-
 @pytest.mark.parametrize("name", ["deep-asymmetric", "three-racks-uneven-uplinks"])
 def test_buckets_that_follow_each_other_are_planned_as_part_of_all(name: str) -> None:
     """Alone a small one would take fewer steps, with half as much again on the busiest link, or more."""

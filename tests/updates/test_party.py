@@ -295,7 +295,7 @@ def test_a_checkpoint_goes_to_other_parties_which_have_one_state_each(
         {"compress": "int8"},
         {"parties": ["wide-area"]},
         {"parties": ["a", "b0", "b1"]},
-        {"within": Sharded(align="parameter", cost=matrix_cost, portions="fastest", slice_bytes=64)},
+        {"within": Sharded(align="parameter", cost=matrix_cost, portions="fastest")},
     ],
 )
 def test_what_else_may_be_asked_for_goes_with_it(options) -> None:

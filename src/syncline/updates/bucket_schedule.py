@@ -59,7 +59,6 @@ class BucketScheduleOptions:
 
     is_divided: bool
     whole_parameters: bool = False
-    slice_bytes: int | None = None
     portions: Portions = "balanced"
     cost: Cost = math.prod
     num_copies: int = 1
@@ -126,7 +125,7 @@ def plan_bucket_schedules(
     if not options.is_divided:
         # Each as part of all, since they follow each other and keep the links busy together.
         schedule = communicator.plan(Collective.ALL_REDUCE, sum(plan.num_bytes for plan in plans))
-        return tuple(_plan_whole(communicator, plan, options, first_stream + plan.index, schedule) for plan in plans)
+        return tuple(_plan_whole(communicator, plan, first_stream + plan.index, schedule) for plan in plans)
     if options.replicate is not None:
         found = _step_with_replicas(communicator, plans, options, most)
         if len(found.replicas) > 1:
@@ -165,7 +164,7 @@ def _steps_of_buckets(
     topology = communicator.topology
     portions = rank_shares(topology, options.portions) if isinstance(options.portions, Mapping) else options.portions
     num_bytes = sum(plan.num_bytes for plan in plans)
-    slice_bytes = options.slice_bytes or communicator.bucket_slice_bytes(max(plan.num_bytes for plan in plans))
+    slice_bytes = communicator.bucket_slice_bytes(max(plan.num_bytes for plan in plans))
     settings: dict[str, Any] = {"spares": options.spares, "slice_bytes": slice_bytes}
     plan = partial(plan_sharded_step, topology, num_bytes, most=most, portions=portions, **settings)
     whole = _planned_by_one(communicator, plan) if is_together and communicator.world_size > MOST_PLANNING else plan()
@@ -230,7 +229,7 @@ def _steps_of_owners(
 def _plan_divided(
     communicator: Communicator, plan: BucketPlan, options: BucketScheduleOptions, stream: int, step: ShardedStep
 ) -> BucketSchedule:
-    slice_elements = _slice_elements(communicator, plan, options)
+    slice_elements = _slice_elements(communicator, plan)
     if options.whole_parameters or options.is_contiguous:
         layout = Layout.contiguous(step.reduce_scatter, plan.num_elements, slice_elements)
     else:
@@ -255,7 +254,7 @@ def _step_with_replicas(
     assert options.replicate is not None, "who asks for replicas says which"
     assert not isinstance(options.portions, Mapping), "replicas have no portions of hosts"
     topology, num_bytes = communicator.topology, sum(plan.num_bytes for plan in plans)
-    slice_bytes = options.slice_bytes or communicator.bucket_slice_bytes(max(plan.num_bytes for plan in plans))
+    slice_bytes = communicator.bucket_slice_bytes(max(plan.num_bytes for plan in plans))
     if options.replicate == "auto":
         return choose_replicas(topology, num_bytes, most=most, portions=options.portions, slice_bytes=slice_bytes)
     replicas = find_replicas(topology, options.replicate)
@@ -276,7 +275,7 @@ def _plan_replicated(
     planned = []
     for plan in plans:
         borders = [*(slot.start for slot in plan.slots), plan.num_elements]
-        slice_elements = _slice_elements(communicator, plan, options)
+        slice_elements = _slice_elements(communicator, plan)
         layout = (
             Layout.aligned(first, borders, slice_elements)
             if options.whole_parameters
@@ -309,18 +308,16 @@ def _check_room(
             )
 
 
-def _plan_whole(
-    communicator: Communicator, plan: BucketPlan, options: BucketScheduleOptions, stream: int, schedule: Schedule
-) -> BucketSchedule:
-    layout = Layout.build(schedule, plan.num_elements, _slice_elements(communicator, plan, options))
+def _plan_whole(communicator: Communicator, plan: BucketPlan, stream: int, schedule: Schedule) -> BucketSchedule:
+    layout = Layout.build(schedule, plan.num_elements, _slice_elements(communicator, plan))
     owned = (((0, plan.num_elements),),)
     return BucketSchedule(stream=stream, layout=layout, schedules={Collective.ALL_REDUCE: schedule}, owned=owned)
 
 
-def _slice_elements(communicator: Communicator, plan: BucketPlan, options: BucketScheduleOptions) -> int:
+def _slice_elements(communicator: Communicator, plan: BucketPlan) -> int:
     """Return the size that cuts the bucket into as many slices as comes nearest to the size that is wanted.
 
     A message costs processors much and its bytes little, so a bucket of little more than two slices is not made three.
     """
-    wanted = max(1, (options.slice_bytes or communicator.bucket_slice_bytes(plan.num_bytes)) // plan.dtype.itemsize)
+    wanted = max(1, communicator.bucket_slice_bytes(plan.num_bytes) // plan.dtype.itemsize)
     return -(-plan.num_elements // max(1, round(plan.num_elements / wanted)))

@@ -61,14 +61,15 @@ class LocalSteps(PartyRule):
     ``compress``: what slow links carry of rounds, as with :class:`Sharded`.
     ``within``: what the ranks of a party do in every batch. ``AllReduce()``: each steps the user's optimizer, and keeps
     all of its state. ``Sharded()``: each keeps and steps its part, for models whose state has no room on one rank;
-    ``align``, ``cost``, ``portions`` (not those of hosts), ``slice_bytes`` count within the party. Its ``bucket_bytes``
-    say how much moves together, about; rounds cut buckets where a fragment ends, but not if they are compressed.
+    ``align``, ``cost`` and ``portions`` (not those of hosts) count within the party. Its ``bucket_bytes`` say
+    how much moves together, about; rounds cut buckets where a fragment ends, but not if they are compressed.
 
     The optimizer's state is each party's own; with PyTorch's SGD momentum follows the mean, of which rounds tell, but
     for ``outer`` and :class:`Grace` (:mod:`syncline.updates.mean_momentum`). Parameters are equal on all ranks when
     ``optimizer.end_period()`` has returned, which :func:`save_checkpoint` calls by itself; call it before you evaluate.
     Ranks may make different numbers of steps: ``end_period()``, and closing the fleet, follow the others until all end.
-    Ranks of one party make as many. Buffers are each rank's own, and become rank 0's when a period is ended.
+    Ranks of one party make as many, and so do all where a loop trains several models. Buffers are each rank's own, and
+    become rank 0's when a period is ended.
 
     Each rank keeps a copy of the parameters, with ``outer`` two. A checkpoint holds the optimizer state of every party,
     so that training goes on to the bit with as many parties; with more, some begin with the state of others. With

@@ -38,14 +38,15 @@ class Sharded:
     (default: the number of elements; :func:`~syncline.updates.matrix_cost` suits Muon).
     ``portions``: how much each rank owns. ``"balanced"`` leaves every rank at most 1.25 / N of the state, unless that
     makes the predicted step more than 10 % longer; a number, such as 1.25, is a cap that holds whatever it costs: no
-    rank owns more than that times 1 / N; ``"fastest"`` is what the links like best; a mapping gives a number to each
-    host of the topology, of which the ratios count: a host's ranks share its part alike. Where the topology
-    says how much memory a host has, its ranks own no more state than that holds.
-    ``bucket_bytes``: how much moves together, about. ``slice_bytes``: size of the slices that a bucket is cut into on
-    its way; None leaves it to the runtime. ``overlap_forward``: ``step()`` returns before the parameters are final, and
-    whoever touches one through PyTorch waits for its bucket, so that the all-gather runs under the next forward pass.
-    Memory that was reached before ``step()`` (a ``p.data`` or NumPy array kept over it) is not waited for: call
-    ``syncline.synchronize()`` before it is read or written. Models that are compiled or scripted do not overlap.
+    rank owns more than that times 1 / N (with a ``gateway``, N counts those that own any); ``"fastest"`` is what the
+    links like best; a mapping gives a number to each host of the topology, of which the ratios count: a host's ranks
+    share its part alike. Where the topology says how much memory a host has, its ranks own no more state than that
+    holds.
+    ``bucket_bytes``: how much moves together, about. ``overlap_forward``: ``step()`` returns before the parameters are
+    final, and whoever touches one through PyTorch waits for its bucket, so that the all-gather runs under the next
+    forward pass. Memory that was reached before ``step()`` (a ``p.data`` or NumPy array kept over it) is not waited
+    for: call ``syncline.synchronize()`` before it is read or written. Models that are compiled or scripted do not
+    overlap.
     ``replicate``: parts of the topology that own everything each by itself, so that after the backward pass nothing
     moves between them; each rank keeps its share of one part's state, in place of one of the whole job's. ``"host"``:
     each host; a number: each switch or host so many levels below the root (1: the racks of a core switch); names of
@@ -90,7 +91,6 @@ class Sharded:
     cost: Cost | None = field(default=None, repr=False)
     bucket_bytes: Count = DEFAULT_BUCKET_BYTES
     compress: Compress = "off"
-    slice_bytes: Count | None = None
     overlap_forward: bool = False
     step_in_backward: bool = False
     replicate: Replicate | DeviceMesh | None = None
@@ -175,7 +175,6 @@ class Sharded:
         return BucketScheduleOptions(
             is_divided=True,
             whole_parameters=self.whole_parameters,
-            slice_bytes=self.slice_bytes,
             portions=self.portions,
             cost=self.cost or math.prod,
             num_copies=2 if self.step_in_backward else 1,

@@ -199,9 +199,9 @@ class ShardedStatistics:
             return f"{self.num_replicas} replicas: {owned}"
         if self.portions == "balanced" and not self.is_balanced:
             owned += (
-                "; with at most 1.25 / N each the predicted step would be more than 10 % longer, or parameters are "
+                "; with at most 1.25 / N each the predicted step would be more than 10 % longer, or parameters are too "
+                "large, or gateways or the memory of hosts leave others too little"
             )
-            owned += "too large"
         asked = f'"{self.portions}"' if isinstance(self.portions, str) else f"{self.portions:g}"
         return f"portions={asked}: {owned}"
 
@@ -257,7 +257,8 @@ class ShardedUpdater(Updater):
 
     @property
     def num_state_bytes(self) -> int:
-        """Memory of this rank's optimizer state."""
+        """Memory of this rank's optimizer state, which grows until the step is over."""
+        self.synchronize()
         return sum(shard.num_state_bytes for shard in self.shards)
 
     def statistics(self) -> ShardedStatistics:

@@ -21,7 +21,7 @@ from syncline.pytorch.flatten import Named, plan_model
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.sync_batch_norm import find_layers
 from syncline.schedule.pairs import find_pair, pair_ranks
-from syncline.updates.bucket import BucketPlan
+from syncline.updates.bucket import DEFAULT_BUCKET_BYTES, BucketPlan
 from syncline.updates.bucket_collectives import BucketCollectives
 from syncline.updates.bucket_schedule import BucketScheduleOptions, plan_bucket_schedules
 from syncline.updates.control import ControlStream
@@ -102,7 +102,7 @@ def set_up(
         control = ControlStream(group, stream=streams[2])
         built = [_build(number, stages[number], first, control, members) for number in range(side, len(stages), 2)]
         optimizer = _make_optimizer(built, make_optimizer, fleet.rank, schedule_options)
-        made = _plan(built, optimizer, options.bucket_bytes)
+        made = _plan(built, optimizer)
         lines = [f"optimizer {type(optimizer).__name__}", *(repr(stage.plan) for stage in made)]
         check_agreement(lines, control, head=DIFFER, ranks=members)
     _let_go(stages)
@@ -198,7 +198,8 @@ def _make_optimizer(
     return optimizer
 
 
-def _plan(built: Sequence[_Built], optimizer: torch.optim.Optimizer, bucket_bytes: int) -> list[Stage]:
+def _plan(built: Sequence[_Built], optimizer: torch.optim.Optimizer) -> list[Stage]:
+    plan_all = partial(plan_model, bucket_bytes=DEFAULT_BUCKET_BYTES)
     groups = {one: number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
     stages: list[Stage] = []
     num_buckets = 0
@@ -207,11 +208,9 @@ def _plan(built: Sequence[_Built], optimizer: torch.optim.Optimizer, bucket_byte
             one: (name, groups[one]) for name, one in stage.parameters.items() if one.requires_grad and one in groups
         }
         frozen: Named = {one: (name, 0) for name, one in stage.parameters.items() if one not in trained}
-        plans = tuple(
-            replace(plan, index=num_buckets + plan.index) for plan in plan_model(trained, bucket_bytes=bucket_bytes)
-        )
+        plans = tuple(replace(plan, index=num_buckets + plan.index) for plan in plan_all(trained))
         num_buckets += len(plans)
-        plan = StagePlan(number=stage.number, trained=plans, frozen=plan_model(frozen, bucket_bytes=bucket_bytes))
+        plan = StagePlan(number=stage.number, trained=plans, frozen=plan_all(frozen))
         owners = [_owners(plan.trained, list(trained)), _owners(plan.frozen, list(frozen))]
         stages.append(Stage(plan, stage.module, trained=owners[0], frozen=owners[1]))
     return stages

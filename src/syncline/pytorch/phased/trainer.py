@@ -19,7 +19,6 @@ from syncline.pytorch.phased.setup import MakeStage, check_stages, set_up
 from syncline.pytorch.samples import CountSamples, SampleCount
 from syncline.runtime.control import Tally
 from syncline.runtime.failures import PHASED_STEP
-from syncline.updates.bucket import DEFAULT_BUCKET_BYTES
 from syncline.updates.bucket_schedule import BucketScheduleOptions
 from syncline.updates.combinations import (
     WRITE_ONE,
@@ -116,8 +115,6 @@ def phase(
     max_grad_norm: Annotated[float, Bounds(above=0)] | None = None,
     resume: bool = False,
     align: Literal["element", "parameter"] = "element",
-    bucket_bytes: Count = DEFAULT_BUCKET_BYTES,
-    slice_bytes: Count | None = None,
     samples: CountSamples | None = None,
     fleet: Fleet | None = None,
 ) -> PhasedTrainer:
@@ -159,16 +156,13 @@ def phase(
     refuse_scaled_loss(loss)
     fleet = fleet or current_fleet()
     _check_request(fleet)
-    schedule_options = BucketScheduleOptions(
-        is_divided=True, whole_parameters=align == "parameter", slice_bytes=slice_bytes
-    )
+    schedule_options = BucketScheduleOptions(is_divided=True, whole_parameters=align == "parameter")
     options = PhaseOptions(
         num_micros=micro_batches,
         max_stages=stages_in_memory,
         input_budget_bytes=input_budget_bytes,
         max_grad_norm=max_grad_norm,
         resumes=resume,
-        bucket_bytes=bucket_bytes,
     )
     kept = _storage(storage, fleet.rank, resumes=resume)
     try:

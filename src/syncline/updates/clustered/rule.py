@@ -95,8 +95,8 @@ class Clustered(PartyRule):
     sources say: all send their gradients to one rank, and the job goes on without ranks that die. With ``AllReduce()``
     and ``Sharded()`` they make the mean by collectives, under the backward pass, so that links inside of a cluster
     carry less; clipping and ``GradScaler`` see the cluster's mean, and a lost rank ends the job. ``Sharded()`` also
-    divides the optimizer's state, and what a rank adds up over a period; ``align``, ``cost``, ``portions`` (not those
-    of hosts), ``slice_bytes`` count within the cluster. Servers are drawn for outer rounds all the same.
+    divides the optimizer's state, and what a rank adds up over a period; ``align``, ``cost`` and ``portions`` (not
+    those of hosts) count within the cluster. Servers are drawn for outer rounds all the same.
 
     Of a job with a temporary server a rank that lives, but whose training thread makes no call for
     ``syncline.init(stall_s=...)`` while others wait for it as long, is left behind as if it were dead, and told so when

@@ -86,7 +86,6 @@ class PhaseOptions:
     """What inputs that wait for their phase may take of memory; None is everything."""
     max_grad_norm: float | None
     resumes: bool
-    bucket_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
