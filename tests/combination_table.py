@@ -47,11 +47,12 @@ REQUESTS: dict[str, TrainingRequest] = {
     'on_preemption="leave"': TrainingRequest(topology=FLAT, preemption="leave"),
     'on_preemption="checkpoint"': TrainingRequest(topology=FLAT, preemption="checkpoint"),
     "save_on_failure=": TrainingRequest(topology=FLAT, saves_on_failure=True),
+    "check_every=10": TrainingRequest(topology=FLAT, checks=True),
 }
 """What may be asked for, by a name that a user knows."""
 NOT_ASKED = {
-    ("process groups", name) for name in REQUESTS if name.startswith(("elastic", "Elastic", "on_", "save_on"))
-} | {("phase()", "save_on_failure=")}
+    ("process groups", name) for name in REQUESTS if name.startswith(("elastic", "Elastic", "on_", "save_on", "check"))
+} | {("phase()", "save_on_failure="), ("phase()", "check_every=10")}
 """Pairs of which the first has no such argument."""
 HEAD = """\
 # What goes with what

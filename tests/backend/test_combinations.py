@@ -44,6 +44,7 @@ def ask(trainer: str, request: TrainingRequest, folder: Path, fleet: Fleet) -> N
         priorities=request.priorities or True,
         elastic=request.elastic or False,
         save_on_failure=folder / "saved" if request.saves_on_failure else None,
+        check_every=10 if request.checks else None,
         fleet=fleet,
     )
 

@@ -56,15 +56,16 @@ def distribute(
     backward pass counts 1, any other 0. ``"batch"``: the first dimension of the first tensor that the model is called
     with, so that unequal batches give the same update as one process over their union. A function gets what the model
     is called with and returns the number. With ``broadcast_buffers`` every step goes on with rank 0's buffers, as in
-    DDP. Every ``check_every`` steps parameters and hyper-parameters of all ranks are compared, bit for bit (None:
-    never). ``priorities``: how buckets are divided among connections so that the next forward pass has first what it
-    needs first, with ``Sharded(overlap_forward=True)``; True takes the topology file's, else ``Priorities()``; None or
-    False is one connection for all. A model with several optimizers is distributed once with each. ``elastic``: go on
-    without ranks that are lost, and with those that come (True, or :class:`Elastic`); ``Sharded`` needs ``spares=1`` or
-    checkpoints for it. ``save_on_failure``: when the job ends because ranks are lost, the lowest rank of those that are
-    left writes a checkpoint of what it has to this path (or into it, where :func:`save_checkpoint` keeps several),
-    before the fleet closes; the error says where. Not with ``Sharded``, whose ranks each have a part. What a rule does
-    not honour is refused, or told by rank 0 if it is harmless (docs/guide/combinations.md).
+    DDP; with ``LocalSteps`` each period does, and with ``Overlapped`` and ``Clustered`` they stay each rank's own.
+    Every ``check_every`` steps parameters and hyper-parameters of all ranks are compared, bit for bit (None: never; nor
+    with these three). ``priorities``: how buckets are divided among connections so that the next forward pass has first
+    what it needs first, with ``Sharded(overlap_forward=True)``; True takes the topology file's, else ``Priorities()``;
+    None or False is one connection for all. A model with several optimizers is distributed once with each. ``elastic``:
+    go on without ranks that are lost, and with those that come (True, or :class:`Elastic`); ``Sharded`` needs
+    ``spares=1`` or checkpoints for it. ``save_on_failure``: when the job ends because ranks are lost, the lowest rank
+    of those that are left writes a checkpoint of what it has to this path (or into it, where :func:`save_checkpoint`
+    keeps several), before the fleet closes; the error says where. Not with ``Sharded``, whose ranks each have a part.
+    What a rule does not honour is refused, or told by rank 0 if it is harmless (docs/guide/combinations.md).
 
     Raises :class:`UpdateError` if the rule cannot serve the optimizer, if the optimizer has none of the model's
     parameters, if a parameter was distributed before, or if ranks differ; and :class:`SystemExit` with status 0 in a

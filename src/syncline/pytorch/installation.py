@@ -20,7 +20,13 @@ from syncline.members import Elastic
 from syncline.observe import tell_if_long
 from syncline.priorities.settings import Priorities
 from syncline.pytorch.buffers import BufferBroadcast
-from syncline.pytorch.consistency import broadcast_model, check_agreement, describe_hyperparameters, describe_model
+from syncline.pytorch.consistency import (
+    DEFAULT_EVERY,
+    broadcast_model,
+    check_agreement,
+    describe_hyperparameters,
+    describe_model,
+)
 from syncline.pytorch.control import check_untrained, offer_no_sync, withdraw_no_sync
 from syncline.pytorch.elastic_training import ElasticTraining, begin_elastic
 from syncline.pytorch.flatten import Named, check_parameters, check_storages, flatten, plan_model, trained_parameters
@@ -77,6 +83,7 @@ class Installation:
             elastic=self.elastic,
             preemption=self.fleet.preemption.wish.name.lower() if self.fleet.preemption else None,
             saves_on_failure=self.saves_on_failure,
+            checks=self.check_every not in (None, 0, DEFAULT_EVERY),
         )
         check_combinations(self.rule, f"{type(self.rule).__name__}()", request, tells=self.fleet.rank == 0)
 

@@ -27,6 +27,8 @@ class TrainingRequest(NamedTuple):
     preemption: str | None = None
     """``init(on_preemption=)``."""
     saves_on_failure: bool = False
+    checks: bool = False
+    """Whether ``distribute(check_every=)`` was given another number than the default."""
 
 
 SETTINGS: dict[str, Callable[[TrainingRequest], bool]] = {
@@ -43,6 +45,7 @@ SETTINGS: dict[str, Callable[[TrainingRequest], bool]] = {
     'on_preemption="leave"': lambda request: request.preemption == "leave",
     'on_preemption="checkpoint"': lambda request: request.preemption == "checkpoint",
     "save_on_failure=": lambda request: request.saves_on_failure,
+    "check_every=": lambda request: request.checks,
 }
 """By the name that a user knows them by: keys of a topology, priorities, arguments."""
 
@@ -101,6 +104,12 @@ NOBODY_WAITS = Combination(
     is_refused=False,
 )
 """Of rules in which no classes are searched for."""
+NOT_EQUAL = Combination(
+    "check_every=",
+    "in which parameters differ between ranks, and so are not compared",
+    "leave it out",
+    is_refused=False,
+)
 WHOLE_STATE = Combination(
     "memory",
     "in which every rank keeps all of the optimizer state, whatever its host has room for",
@@ -158,12 +167,14 @@ OF_INDEPENDENT_RANKS = (
         _APART, "leave it out, and call optimizer.end_period() and save_checkpoint() from a handler of your own"
     ),
     NOBODY_WAITS,
+    NOT_EQUAL,
 )
 """Of rules in which ranks do not wait for each other in every step."""
 OF_LOCAL_STEPS = (
     _NOT_EVERY_STEP,
     *on_preemption(_APART, "leave it out, and call save_checkpoint() on all ranks at the same step"),
     NOBODY_WAITS,
+    NOT_EQUAL,
 )
 """Of rules in which ranks meet once in a period."""
 UNDECLARED = tuple(
