@@ -83,6 +83,13 @@ def test_only_where_the_user_left_the_choice_and_torch_knows_the_class() -> None
     assert open_choice.param_groups[0]["fused"] is None
 
 
+def test_half_precision_is_left_to_the_steps_that_are_right() -> None:
+    for dtype, is_fused in ((torch.bfloat16, None), (torch.float16, None), (torch.float32, True)):
+        optimizer = torch.optim.SGD(make_model().to(dtype).parameters(), lr=0.1)
+        with stepping_at_once(optimizer):
+            assert optimizer.param_groups[0]["fused"] is is_fused
+
+
 def test_an_error_gives_the_choice_back() -> None:
     optimizer = torch.optim.Adam(list(make_model().parameters()))
     with pytest.raises(RuntimeError, match="mine"), stepping_at_once(optimizer):

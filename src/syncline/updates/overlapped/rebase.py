@@ -90,6 +90,7 @@ class Forecast:
 # Many steps of an optimizer in a row, each in one kernel for all parameters instead of a dozen for each of them.
 
 
+_RIGHT = (torch.float32, torch.float64)
 _WITH_KERNELS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
@@ -113,7 +114,8 @@ def _is_served(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> bo
     """Whether there is a kernel for a group: of torch's own classes (not of who inherits from them), on the CPU.
 
     The kernels count steps in float32, other steps in float64 where that is the default type. That of SGD with momentum
-    takes parameters that all have a momentum, or none of them; and a parameter gets one with its first gradient.
+    takes parameters that all have a momentum, or none of them; and a parameter gets one with its first gradient. With
+    half precision it goes elsewhere than other steps do (PyTorch 2.13).
     """
     is_open = "fused" in group and group["fused"] is None and group.get("foreach") is None
     tensors = group["params"]
@@ -126,7 +128,7 @@ def _is_served(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> bo
         and torch.get_default_dtype() != torch.float64
         and not group.get("differentiable")
         and not isinstance(group["lr"], torch.Tensor)
-        and all(tensor.device.type == "cpu" and tensor.is_floating_point() for tensor in tensors)
+        and all(tensor.device.type == "cpu" and tensor.dtype in _RIGHT for tensor in tensors)
     )
 
 
