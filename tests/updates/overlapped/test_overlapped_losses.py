@@ -172,14 +172,15 @@ def test_a_dedicated_server_is_replaced() -> None:
         assert statistics.num_periods == 3
 
 
-def test_the_last_dedicated_server_is_missed() -> None:
+def test_the_last_dedicated_server_is_missed(tmp_path) -> None:
+    """It is a loss: a worker saves what it has."""
     rule = Overlapped(period=8, servers="dedicated:1", max_staleness=4)
     victims = []
 
     def body(fleet):
         if fleet.rank == 2:
             victims.append(fleet)
-        model, optimizer = start(fleet, rule, make_adam)
+        model, optimizer = start(fleet, rule, make_adam, save_on_failure=tmp_path / "saved")
         if optimizer.is_server:
             optimizer.serve()
             return
@@ -190,3 +191,5 @@ def test_the_last_dedicated_server_is_missed() -> None:
 
     results = run_fleets(3, body, accept=BaseException)
     assert all("All servers are lost to this rank: rank 2;" in str(error) for error in results[:2])
+    assert all("rank 0 has written a checkpoint" in str(error.__notes__) for error in results[:2])
+    assert load_checkpoint(tmp_path / "saved", make_model())["iteration"] > 8

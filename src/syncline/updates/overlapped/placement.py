@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from syncline.errors import ConfigurationError, UpdateError, name_ranks
-from syncline.members import Quorum, successor
+from syncline.errors import ConfigurationError, name_ranks
+from syncline.members import Quorum, QuorumLostError, successor
 from syncline.topology import Topology
 from syncline.topology.tree import num_ranks_below
 
@@ -136,7 +136,7 @@ class Succession:
     def moves(self, lost: Collection[int]) -> list[Move]:
         """Return which buckets go to another server; all of them, once periods do not end on the tree any more.
 
-        Raises :class:`UpdateError` if no server is left.
+        Raises :class:`QuorumLostError` if no server is left.
         """
         has_left_tree = self.on_tree and self._layout.shrinks
         if has_left_tree:
@@ -152,9 +152,8 @@ class Succession:
         place = servers.index(first)
         server = successor((*servers[place:], *servers[:place]), lost)
         if server is None:
-            raise UpdateError(
-                f"All servers are lost to this rank: {name_ranks(sorted(lost))}; start again from a checkpoint"
-            )
+            text = f"All servers are lost to this rank: {name_ranks(servers)}; start again from a checkpoint"
+            raise QuorumLostError(text, missing=tuple(servers))
         self.servers[position] = server
         distance = (servers.index(server) - place) % len(servers)
         # A fleet that has left the tree begins again on all servers, also on those that live.

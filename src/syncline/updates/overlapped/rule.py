@@ -54,7 +54,7 @@ class Overlapped(WholeRule):
     most 8.
 
     ``max_staleness``: with more own iterations than that for which no global gradient has come, ``step()`` waits; 0 is
-    synchronous training, None never waits. When too few workers live, each gets :class:`QuorumLostError`;
+    synchronous training, None never waits. When too few workers live, or no server, each gets :class:`QuorumLostError`;
     ``distribute(..., save_on_failure=...)`` saves what they have. :meth:`literal` adds gradients as the sources say.
 
     With M < N a slow worker makes fewer steps than the others in a period, so train until ``optimizer.iteration`` has

@@ -18,7 +18,7 @@ from typing import get_args
 
 import torch
 
-from syncline.errors import DeadlineError, FabricClosedError, PeerLostError, UpdateError, accusing
+from syncline.errors import DeadlineError, FabricClosedError, PeerLostError, accusing
 from syncline.fabric import PeerLeftError
 from syncline.members import Membership, QuorumLostError, describe_ranks
 from syncline.members.job_record import NO_FLAGS, Flags
@@ -595,8 +595,8 @@ class ServerClient(Driver):
         """Give buckets to other servers where theirs is dead; every rank finds the same ones, with the same epoch."""
         try:
             moves = self._succession.moves(self.lost)
-        except UpdateError as error:
-            self.fail(UpdateError(f"{error}{self._last_lost}"))
+        except QuorumLostError as error:
+            self.fail(QuorumLostError(f"{error}{self._last_lost}", missing=error.missing))
             return
         self._relays = set()
         for move in moves:
