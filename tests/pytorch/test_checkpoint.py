@@ -27,6 +27,8 @@ from syncline.pytorch.fleet import Fleet
 from syncline.topology import Topology
 from syncline.updates import AllReduce, Sharded, UpdateRule
 
+pytestmark = pytest.mark.usefixtures("small_slices")
+
 CASE = CASES["sometimes_unused"]
 BATCHES = CASE.batches(4, 12)
 
@@ -47,7 +49,7 @@ def train_and_save(path: Path, run_fleets: Any, *, num_ranks: int = 3) -> list[t
     models = copies(CASE.make(), num_ranks)
 
     def body(fleet: Fleet) -> list[torch.Tensor]:
-        rule = Sharded(bucket_bytes=700, slice_bytes=256)
+        rule = Sharded(bucket_bytes=700)
         model, optimizer = distribute(models[fleet.rank], make(models[fleet.rank]), rule, samples="batch", fleet=fleet)
         go_on(model, optimizer, BATCHES[:2], fleet.rank, fleet.world_size)
         save_checkpoint(path, model, optimizer, extra={"step": 2})
@@ -260,6 +262,18 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters())
+
+
+def adamax(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adamax(model.parameters())
+
+
+def nadam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(model.parameters())
+
+
 class Clipped(torch.optim.AdamW):
     """A user's own, with a number more than the one it is made from."""
 
@@ -275,8 +289,11 @@ class Clipped(torch.optim.AdamW):
     [
         (make, sgd, r"than SGD: it has betas, eps and lacks dampening, momentum; give the optimizer"),
         (sgd, make, r"than AdamW: it has dampening, momentum and lacks betas, eps; give the optimizer"),
+        (adam, adamax, r"than Adamax: it has exp_avg, exp_avg_sq, step and lacks exp_inf; give the optimizer"),
+        (adam, nadam, r"than NAdam: it has exp_avg, exp_avg_sq, step and lacks mu_product; give the optimizer"),
+        (adamax, adam, r"than Adam: it has exp_avg, exp_inf, step and lacks exp_avg_sq; give the optimizer"),
     ],
-    ids=["adamw_into_sgd", "sgd_into_adamw"],
+    ids=["adamw_into_sgd", "sgd_into_adamw", "adam_into_adamax", "adam_into_nadam", "adamax_into_adam"],
 )
 @pytest.mark.parametrize("num_ranks", [0, 2])
 def test_a_checkpoint_of_another_optimizer_is_refused_and_nothing_is_changed(

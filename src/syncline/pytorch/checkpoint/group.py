@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property, wraps
 from pathlib import Path
@@ -12,7 +12,7 @@ from pickle import PickleError
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 from syncline.errors import CheckpointError, SynclineError, name_ranks
 from syncline.late_imports import without_collections
@@ -170,14 +170,14 @@ class CheckpointGroup:
             for group in groups
         ]
 
-    def load_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Replace the hyper-parameters of each group."""
+    def load_groups(self, saved: Sequence[Mapping[str, Any]], state_keys: Collection[str] = ()) -> None:
+        """Replace the hyper-parameters of each group; ``state_keys`` are what the state to be loaded has."""
         assert self.optimizer is not None, "only an optimizer has groups"
         groups = self.optimizer.param_groups
         if len(groups) != len(saved):
             raise CheckpointError(f"The checkpoint has {len(saved)} parameter groups, the optimizer {len(groups)}")
         for options in saved:
-            _check_kind(self.optimizer, options)
+            _check_kind(self.optimizer, options, state_keys)
         for group, options in zip(groups, saved, strict=True):
             group.update({key: _like(key, group.get(key), value) for key, value in options.items()})
 
@@ -280,8 +280,16 @@ _OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "
 """What PyTorch's schedulers add to the groups of any optimizer."""
 
 
-def _check_kind(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> None:
-    """Raise :class:`CheckpointError` if saved hyper-parameters are another kind of optimizer's.
+_STEPS_WITH = {
+    **dict.fromkeys((optim.Adam, optim.AdamW, optim.RAdam), "exp_avg_sq"),
+    optim.Adamax: "exp_inf",
+    optim.NAdam: "mu_product",
+}
+"""State without which these cannot step, where hyper-parameters do not tell them from each other."""
+
+
+def _check_kind(optimizer: optim.Optimizer, options: Mapping[str, Any], state_keys: Collection[str]) -> None:
+    """Raise :class:`CheckpointError` if saved hyper-parameters or state are another kind of optimizer's.
 
     That is, if numbers are missing that this one computes with, and there are others that it does not know. Switches do
     not count, as PyTorch's versions add some; nor numbers that are only missing, or only more, as a user's class or
@@ -291,6 +299,9 @@ def _check_kind(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) ->
     known = {key for group in plain.param_groups for key in group}
     missing = sorted(key for key, value in plain.defaults.items() if _is_number(value) and key not in options)
     unknown = sorted(key for key, value in options.items() if _is_number(value) and key not in known | _OF_SCHEDULERS)
+    needed = _STEPS_WITH.get(type(plain))
+    if needed and state_keys and needed not in state_keys and not (missing and unknown):
+        missing, unknown = [needed], sorted(state_keys)
     if missing and unknown:
         raise CheckpointError(
             f"The checkpoint is of another optimizer than {type(plain).__name__}: it has {', '.join(unknown)} and "

@@ -249,8 +249,9 @@ def _load(
     if group.optimizer is not None:
         if manifest.optimizer is None:
             raise CheckpointError(f"The checkpoint {folder} was saved without an optimizer; load it without one")
-        source = CheckpointState(manifest.optimizer.model_dump()["state"], prefix=contents.state_prefix)
-        group.load_groups(manifest.optimizer.groups)
+        catalogue = manifest.optimizer.model_dump()["state"]
+        source = CheckpointState(catalogue, prefix=contents.state_prefix)
+        group.load_groups(manifest.optimizer.groups, {key for entry in catalogue.values() for key in entry["state"]})
         group.load_state(source)
         wanted += source.wanted
     with torch.no_grad():
