@@ -161,6 +161,18 @@ def test_the_host_on_a_slow_link_is_the_one_to_leave_out():
     assert third.startswith("With ")
 
 
+def test_local_steps_are_named_where_they_are_clearly_faster_than_codes():
+    """These hide more than half of what moves under computing."""
+    slow, faster = (
+        advice_on(Topology.parse(HOME.format(rate)), compute_s=2.0, coding_s={4: 0.0})
+        for rate in ("10 Mbit/s", "20 Mbit/s")
+    )
+    assert all(each.best.name == 'AllReduce(compress="int4")' for each in (slow, faster))
+    assert 1.1 < faster.best.step_s / faster.compute_s < slow.best.step_s / slow.compute_s < 2
+    assert slow.sentences()[0].startswith("LocalSteps(period=8) ")
+    assert not any("LocalSteps" in each for each in faster.sentences())
+
+
 def test_a_faster_uplink_and_a_larger_batch_are_predicted_as_a_job_that_has_them():
     advice = advice_on(Topology.parse(HOME.format("200 Mbit/s")), compute_s=0.7)
     faster = advice_on(Topology.parse(HOME.format("400 Mbit/s")), compute_s=0.7).best

@@ -58,6 +58,8 @@ MOST_CLASSES = 4
 MATTERS = 0.05
 """Of a step: a smaller exposed part leaves nothing to gain on the network; codes, and pairs, must save more."""
 LEAST_GAIN = 0.03
+CLEARLY = 1 / 0.8 - 1
+"""Another algorithm is named where it gains so much, as a job names it after its first minute."""
 MOST_SENTENCES, MOST_HOSTS = 3, 16
 _CAPS: Mapping[float | None, str] = {1.25: "1.25", 2.0: "2", None: '"fastest"'}
 _STEP_PER_FORWARD = 1 + BACKWARD_PER_FORWARD
@@ -406,12 +408,13 @@ class Advice:
         )
         yield from self._with_more_cores(now)
         yield from self._with_one_less(now)
-        if best.exposed_s > self.compute_s and not self.topology.helpers:
+        if not self.topology.helpers:
             whole = next(each for each in self._moves if each.name == WHOLE)
             period = min(USUAL, shortest_period(whole.reduce_s, self.within_parties_s))
             step_s = max(self.within_parties_s, whole.reduce_s / period)
+            gain = best.step_s / step_s - 1
             yield (
-                best.step_s / step_s - 1,
+                gain if gain >= CLEARLY else 0.0,
                 f"LocalSteps(period={period}) moves everything between sites once in {period} steps while it computes "
                 f"on, so that one takes {format_duration(step_s)} {now}; it is another algorithm, whose loss is to be "
                 "watched.",
