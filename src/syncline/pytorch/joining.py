@@ -18,6 +18,7 @@ from torch import nn
 
 from syncline.errors import UpdateError
 from syncline.pytorch.sync_batch_norm import check_joinable
+from syncline.runtime.failures import AS_MANY_BATCHES
 from syncline.updates.control import ControlStream
 from syncline.updates.inner import options_of
 from syncline.updates.rule import Updater
@@ -32,8 +33,8 @@ def check_join(updater: Updater, model: nn.Module, *, is_joining: bool) -> None:
     """Raise :class:`UpdateError` where ranks cannot make different numbers of steps; ``is_joining``: they do now."""
     if not updater.is_synchronous:
         raise UpdateError(
-            f"join() is for rules in which every rank makes every step; with {updater.rule_name}() ranks need "
-            "not make the same number of steps"
+            f"join() is for rules in which every rank makes every step, not {updater.rule_name}(): with LocalSteps() "
+            f"whoever ends its period follows the others anyway; with Overlapped() and Clustered() {AS_MANY_BATCHES}"
         )
     check_joinable(model)
     if updater.is_elastic:

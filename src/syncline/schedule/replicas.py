@@ -184,7 +184,7 @@ def _ranks_of(node: Node) -> tuple[int, ...]:
 def _refusal(topology: Topology, reason: str) -> TopologyError:
     names = [node.name for node in topology.walk() if node.children]
     return TopologyError(
-        f'Topology {(topology.source or topology.name)!r}: replicate is "host", a level of the tree from 0 (the root) '
-        f"to {_height(topology.root) - 1}, names of switches or hosts ({', '.join(names[:_MAX_NAMED])}"
+        f'Topology {(topology.source or topology.name)!r}: replicate, or parties, is "host", a level of the tree from '
+        f"0 (the root) to {_height(topology.root) - 1}, names of switches or hosts ({', '.join(names[:_MAX_NAMED])}"
         f"{', ...' if len(names) > _MAX_NAMED else ''}), or groups of ranks, each all ranks below one of them; {reason}"
     )
