@@ -19,7 +19,7 @@ from syncline.pytorch.checkpoint.group import CheckpointGroup
 from syncline.pytorch.consistency import broadcast_tensors
 from syncline.pytorch.epochs import FleetGrowth
 from syncline.pytorch.installation import Installation
-from syncline.pytorch.optimizer import DistributedOptimizer, Growing
+from syncline.pytorch.optimizer import DistributedOptimizer, Gate
 from syncline.pytorch.training import Training
 from syncline.schedule.period import USUAL
 from syncline.topology import Topology
@@ -52,7 +52,7 @@ class _SentState:
         self.targets[slot.name, key] = target
 
 
-class GrowingTraining(Growing):
+class GrowingTraining(Gate):
     """The training of a job that may grow."""
 
     def __init__(self, installation: Installation, optimizer: DistributedOptimizer) -> None:

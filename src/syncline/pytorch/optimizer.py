@@ -31,7 +31,7 @@ _MODES = frozenset({"train", "eval"})
 """Methods of schedule-free optimizers, which have other parameters in evaluation than in training."""
 
 
-class Growing(Protocol):
+class Gate(Protocol):
     """What lets newcomers in between two steps."""
 
     extra: Any = None
@@ -77,7 +77,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.training = training
         self._elastic = elastic
-        self.growing: Growing | None = None
+        self.growing: Gate | None = None
         """What lets newcomers in; None in a job that takes nobody in."""
         self.heed: Callable[[Mapping[int, Notice]], None] | None = None
         """Does what ranks were told of their end; set by who knows the fleet."""

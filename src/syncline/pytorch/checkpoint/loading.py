@@ -35,7 +35,7 @@ from syncline.pytorch.checkpoint.state import (
     encode_parts,
     load_part,
 )
-from syncline.pytorch.optimizer import DistributedOptimizer, Growing
+from syncline.pytorch.optimizer import DistributedOptimizer, Gate
 from syncline.updates.bucket import Slot
 from syncline.updates.state import SINGLE_VALUES, StateEntry, encode_single
 
@@ -190,7 +190,7 @@ def resume_together(
     raise CheckpointError(f"No checkpoint at {target} is whole: {'; '.join(problems)}")
 
 
-def take_parts(growing: Growing, parts: Mapping[str, Stateful]) -> Resumption:
+def take_parts(growing: Gate, parts: Mapping[str, Stateful]) -> Resumption:
     """Go on where the members are: of what ``resume()`` was given on them, take the state.
 
     Raises :class:`CheckpointError` for what they did not give.
