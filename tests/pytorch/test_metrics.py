@@ -179,7 +179,9 @@ def test_the_port_has_a_view_and_dumps_and_asks_for_the_secret_from_elsewhere(
         monkeypatch.setenv("SYNCLINE_SECRET_FILE", str(tmp_path / "secret"))
         stop = metrics.publish(lambda: statistics, first)
         monkeypatch.delenv("SYNCLINE_SECRET_FILE")
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # which is for others than a cluster's own hosts
         top(str(port), once=True)
+        monkeypatch.delenv("http_proxy")
         assert capsys.readouterr().out == "8 s: no rank has said anything yet\nrank 1 holds the others up\n"
         with pytest.raises(ConfigurationError, match="no folder for it; start it with --log-dir"):
             dump(str(port))
@@ -210,6 +212,15 @@ def test_the_port_has_a_view_and_dumps_and_asks_for_the_secret_from_elsewhere(
         with pytest.raises(ConfigurationError, match="rank 0 alone has a view"):
             ask(str(port), "/view", None)
         stop()
+
+
+def test_a_host_may_have_ipv6_alone() -> None:
+    with reserved_port() as port:
+        stop = serving.serve("::1", port, {"/view": lambda _: (200, "application/json", b"{}")}, None, is_open="-")
+        try:
+            assert ask(f"[::1]:{port}", "/view", None) == {}
+        finally:
+            stop()
 
 
 def test_a_code_is_of_one_path_and_grows_old() -> None:

@@ -37,6 +37,8 @@ from syncline.units import format_duration
 app = new_app()
 TIMEOUT_S = 10.0
 EVERY_S = 2.0
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""A proxy of the environment reaches no loopback of this machine, nor hosts of a cluster."""
 
 Endpoint = Annotated[
     str,
@@ -61,7 +63,7 @@ def ask(endpoint: str, path: str, secret_file: Path | None, *, answer_s: float =
     headers = {CODE: make_code(secret, path.partition("?")[0])} if secret else {}
     request = urllib.request.Request(f"http://{format_endpoint(host, port)}{path}", headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S + answer_s) as answer:  # noqa: S310
+        with _DIRECT.open(request, timeout=TIMEOUT_S + answer_s) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         raise ConfigurationError(f"the job at {where} says: {error.read().decode(errors='replace').strip()}") from error
@@ -72,8 +74,8 @@ def ask(endpoint: str, path: str, secret_file: Path | None, *, answer_s: float =
         ) from error
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"no job answers at {where} ({getattr(error, 'reason', error)}); start it with --metrics PORT, and name "
-            "the port of rank 0"
+            f"no job answers at {where} ({getattr(error, 'reason', error)}); start it with --metrics PORT, or "
+            "0.0.0.0:PORT to be asked from other machines, and name the port of rank 0"
         ) from error
 
 

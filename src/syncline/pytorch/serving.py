@@ -14,14 +14,15 @@ import time
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socket import AF_INET, AF_INET6
 from urllib.parse import parse_qsl, urlsplit
 
 LIVE_PAGE = Path(__file__).with_name("live_page.html")
 """Asks for ``/view`` every two seconds, and for nothing else."""
 CODE = "Syncline-Code"
 NEEDS_SECRET = (
-    b"from another machine, or by a name, this needs the job's secret, which syncline top, explain and dump prove; a "
-    b"browser goes by ssh -L PORT:127.0.0.1:PORT HOST to 127.0.0.1\n"
+    b"from another machine, or by a name, this needs the job's secret, which syncline top, explain and dump prove "
+    b"where clocks differ by less than a minute; a browser goes by ssh -L PORT:127.0.0.1:PORT HOST to 127.0.0.1\n"
 )
 VALID_S = 60.0
 """Clocks may differ by so much, and a code that was overheard is good for no longer."""
@@ -79,8 +80,10 @@ def serve(
         def log_message(self, *_: object) -> None:
             """Write nothing: the output is the job's."""
 
-    server = ThreadingHTTPServer((address, port), Handler)
-    server.daemon_threads = True
+    class Server(ThreadingHTTPServer):
+        address_family = AF_INET6 if ":" in address else AF_INET
+
+    server = Server((address, port), Handler)
     thread = threading.Thread(target=server.serve_forever, name="syncline-metrics", daemon=True)
     thread.start()
 
@@ -106,5 +109,10 @@ def is_address(host: str) -> bool:
 
 
 def is_near(address: str) -> bool:
-    """Whether an address is this machine's loopback."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    """Whether an address is this machine's loopback.
+
+    >>> is_near("::ffff:127.0.0.1"), is_near("::ffff:10.0.0.1")
+    (True, False)
+    """
+    found = ipaddress.ip_address(address.partition("%")[0])
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
