@@ -86,6 +86,7 @@ def test_it_prints_what_it_found_for_programs() -> None:
         (["--hosts", "127.0.0.1"], "--hosts names 2 to 256 hosts"),
         (["--hosts", "127.0.0.1,127.0.0.2", "--ports", "1-2000"], "at most 1024 ports, not 2 and 2000"),
         (["--hosts", "203.0.113.1,203.0.113.2"], "none of 203.0.113.1, 203.0.113.2 is an address of this machine"),
+        (["--hosts", "localhost,203.0.113.2"], "none of localhost, 203.0.113.2 is an address of this machine that"),
         (["--hosts", "127.0.0.1,no..host"], "'no..host' cannot be resolved"),
         (["--hosts", "127.0.0.1,127.0.0.2", "--listen"], "give one of them"),
         (["--ports", "1-2"], "--ports says which ports of --hosts are tried"),

@@ -9,6 +9,7 @@ import pytest
 
 from syncline.errors import ConfigurationError
 from syncline.fabric import FabricOptions
+from syncline.fabric.mesh import what_passes_firewalls
 from syncline.fabric.sockets import advertised_endpoint, open_listening_socket
 
 LOOPBACK = "127.0.0.1"
@@ -50,3 +51,10 @@ def test_an_address_that_is_not_of_this_machine_is_no_port_in_use() -> None:
 )
 def test_others_are_told_where_they_reach_a_rank(advertised: tuple[str, int] | None, told: tuple[str, int]) -> None:
     assert advertised_endpoint(LOOPBACK, 5, FabricOptions(advertised=advertised)) == told
+
+
+@pytest.mark.parametrize(
+    ("ports", "named"), [(None, "on any port"), ((21000, 21003), "on ports 21000 to 21003"), ((5, 5), "on port 5")]
+)
+def test_a_firewall_has_to_let_through_what_ranks_listen_on(ports: tuple[int, int] | None, named: str) -> None:
+    assert what_passes_firewalls(FabricOptions(ports=ports)).endswith(named)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rank_scripts import run_script
+from syncline import ConfigurationError
+from syncline.pytorch.connecting import tell_once
 
 SCRIPT = Path(__file__).with_name("host_process.py")
 NET = """
@@ -45,3 +50,18 @@ def test_hosts_that_the_topology_does_not_have_are_an_error_on_every_rank(tmp_pa
 def test_without_a_topology_ranks_of_one_host_are_together() -> None:
     on_n0 = {"host": "n0", "ranks": [0, 2]}
     assert run("-", ["n0", "n1", "n0"]) == [on_n0, {"host": "n1", "ranks": [1]}, on_n0]
+
+
+def test_what_ends_all_ranks_alike_is_told_once_on_each_host(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = {}
+    for rank, local_rank in ((0, "0"), (1, "1"), (2, "0"), (3, "1")):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+        error = ConfigurationError("there is no shared secret")
+        tell_once(error, rank=rank)
+        sys.excepthook(ConfigurationError, error, None)
+        told[rank] = capsys.readouterr().err
+    line = "ConfigurationError: there is no shared secret\n"
+    assert told == {0: line, 1: "", 2: line, 3: ""}

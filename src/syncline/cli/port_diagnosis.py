@@ -322,13 +322,17 @@ def _resolve(name: str) -> str:
 
 
 def _own_place(names: Sequence[str], addresses: Sequence[str]) -> int:
-    """Return which of the hosts this machine is."""
+    """Return which of the hosts this machine is; its own name may mean loopback here, where no other host comes."""
     own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+    near = {address for address in addresses if ipaddress.ip_address(address).is_loopback}
+    if len(near) < len(set(addresses)):
+        own -= near
     for place, address in enumerate(addresses):
         if address in own:
             return place
     raise ConfigurationError(
-        f"--hosts: none of {', '.join(names)} is an address of this machine; give the addresses that the others reach"
+        f"--hosts: none of {', '.join(names)} is an address of this machine that others reach; give the addresses of "
+        "all hosts in place of names"
     )
 
 

@@ -499,8 +499,8 @@ class _Mesh:
         fabric, acceptor = self._fabric, self.acceptor
         missing = ", ".join(fabric.describe_peer(peer) for peer in fabric.missing_peers)
         refused = f"; {acceptor.num_refused} were refused ({acceptor.last_refusal})" if acceptor.num_refused else ""
-        remedy = acceptor.last_remedy or (
-            "check that these processes run, and that a firewall lets the hosts connect to each other on any port"
+        remedy = (
+            acceptor.last_remedy or f"check that these processes run, and that {what_passes_firewalls(self._options)}"
         )
         return (
             f"rank {fabric.rank} is not connected to {missing} after {self._options.connect_s:.0f} s{refused}; {remedy}"
@@ -514,8 +514,8 @@ class _Mesh:
         )
         return (
             f"rank {self._fabric.rank} cannot open {_describe_classes(self._options)} within {timeout_s:g} s: "
-            f"{'; '.join(reasons)}; check that all ranks make the same calls in the same order, and that a firewall "
-            "lets the hosts connect to each other on any port"
+            f"{'; '.join(reasons)}; check that all ranks make the same calls in the same order, and that "
+            f"{what_passes_firewalls(self._options)}"
         )
 
 
@@ -551,6 +551,13 @@ def _terms_of(fabric: TcpFabric, generation: Generation, options: FabricOptions)
         num_classes=options.num_classes,
         authenticates_frames=bool(options.authenticate_frames),  # decided by now
     )
+
+
+def what_passes_firewalls(options: FabricOptions) -> str:
+    """Say what ranks need of a firewall."""
+    first, last = options.ports or (0, 0)
+    where = "any port" if not last else f"port {first}" if first == last else f"ports {first} to {last}"
+    return f"a firewall lets the hosts connect to each other on {where}"
 
 
 def _with_classes(options: FabricOptions, priorities: Priorities) -> FabricOptions:

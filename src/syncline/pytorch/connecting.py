@@ -264,16 +264,21 @@ def _open_trace(environment: Environment, topology: Topology) -> Trace | None:
 
 
 def tell_once(error: SynclineError, *, rank: int) -> None:
-    """Let the interpreter, if it ends with ``error``, print the error's message on rank 0 alone; the status stays 1.
+    """Let the interpreter, if it ends with ``error``, print its message alone, once on each host; the status stays 1.
 
-    Every rank has the error alike, and N tracebacks say no more than one line. Whoever catches it sees it as ever.
+    Every rank of a host has the error alike, and N tracebacks say no more than one line. Other hosts have terminals of
+    their own, and may be the only ones that have it. Whoever catches it sees it as ever.
     """
+    from syncline.machines.nvml import LOCAL_RANKS  # nobody else needs it here
+
+    known = process_variables()
+    local_rank = next((known[name] for name in LOCAL_RANKS if known.get(name)), "0")
     before = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
         if value is not error:
             before(kind, value, traceback)
-        elif rank == 0:
+        elif rank == 0 or local_rank == "0":
             print(f"{kind.__name__}: {value}", file=sys.stderr)
 
     sys.excepthook = hook
