@@ -40,6 +40,18 @@ def test_a_healthy_job_accuses_nobody(tmp_path: Path) -> None:
     assert found.gains[0].seconds == pytest.approx(0.005)
 
 
+def test_where_traces_of_other_hosts_are_missing_nothing_is_the_networks(tmp_path: Path) -> None:
+    def fill(rank: int, trace: Trace, begin_ns: int) -> None:
+        trace.about("job", rank=rank, members=[0, 1, 2], topology=None)
+        synchronous(12)(rank, trace, begin_ns)
+
+    assert make_job(tmp_path / "all", 3, fill).is_whole
+    found = explain(make_job(tmp_path / "some", 2, fill))
+    assert found.parts_s[UNKNOWN] == pytest.approx(0.005)
+    assert NETWORK not in found.parts_s
+    assert not found.gains
+
+
 def test_what_no_message_ends_is_late_or_unknown_and_never_the_networks(tmp_path: Path) -> None:
     def fill(rank: int, trace: Trace, begin_ns: int) -> None:
         trace.span("backward", "compute", begin_ns, begin_ns + 10 * MS)

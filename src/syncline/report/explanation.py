@@ -303,7 +303,8 @@ class PathFinder:
         peers = [(who, one) for who, one in self._peers[key] if one.start_s < span.end_s and one.end_s > span.start_s]
         who, last = max(peers, key=lambda entry: entry[1].start_s)
         if last.start_s < end_s:
-            return Part(rank=rank, kind=NETWORK, name=span.name, start_s=last.start_s, end_s=end_s), who
+            kind = NETWORK if self._job.is_whole else UNKNOWN  # who is not seen may have begun last
+            return Part(rank=rank, kind=kind, name=span.name, start_s=last.start_s, end_s=end_s), who
         return Part(rank=rank, kind=UNKNOWN, name=wait.name, start_s=begin_s, end_s=end_s), rank
 
     @staticmethod

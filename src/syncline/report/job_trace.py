@@ -96,6 +96,12 @@ class JobTrace:
         return max(ends, default=0.0)
 
     @cached_property
+    def is_whole(self) -> bool:
+        """Whether as many ranks left a trace as the job had at once: those of other hosts may be elsewhere."""
+        told = [len(job.get("members", ())) for one in self.ranks for job in one.facts.get("job", ())]
+        return len(self.ranks) >= max(told, default=0)
+
+    @cached_property
     def step_ends_s(self) -> dict[int, float]:
         """When each step was over on the last rank that finished it."""
         ends: dict[int, float] = {}
