@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import syncline
+from syncline.observe import Trace
 from syncline.pytorch import rule_watch
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.rule_watch import late_gradients, other_rule
@@ -92,3 +94,21 @@ def test_it_is_said_once_by_rank_0_after_the_first_minute(
 
     run_fleets(Topology.flat(2, rate=125e7), body)
     assert capfd.readouterr().err.count("whose steps are those of one process over all batches") == num_lines
+
+
+def test_the_minute_begins_anew_where_links_have_other_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else steps on fast links would be held against what slow ones need, and codes seem to save all of it."""
+    said: list[str] = []
+    monkeypatch.setattr(rule_watch, "say", said.append)
+    updater = SimpleNamespace(iteration=0, mean_staleness=0.0)
+    fleet = SimpleNamespace(rank=0, topology=Topology.flat(2, rate=125e6), trace=Trace())
+    training = SimpleNamespace(updater=updater, model=torch.nn.Linear(2048, 2048))
+    watch = rule_watch.RuleWatch(SimpleNamespace(training=training, fleet=fleet, rule=syncline.Sharded()))  # type: ignore[arg-type]
+    for now_s, iteration, waited_s in ((0.0, 0, 0.0), (50.0, 100, 10.0), (70.0, 102, 24.0), (118.0, 108, 66.0)):
+        fleet.topology = SITES if iteration else fleet.topology
+        fleet.statistics = lambda waited_s=waited_s: SimpleNamespace(waited_s={"step": waited_s})
+        monkeypatch.setattr(rule_watch, "time", SimpleNamespace(monotonic=lambda now_s=now_s: now_s))
+        updater.iteration = iteration
+        watch.end_step()
+        assert len(said) == (now_s > 110.0)
+    assert said[0].startswith("for 7 s of a step's 8.5 s rank 0 waits")

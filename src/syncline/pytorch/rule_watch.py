@@ -38,7 +38,7 @@ class RuleWatch:
 
     def __init__(self, installation: Installation) -> None:
         self._installation = installation
-        self._began: tuple[float, int, float] | None = None
+        self._began: tuple[float, int, float, Topology] | None = None
         self._is_over = False
 
     def end_step(self) -> None:
@@ -47,9 +47,9 @@ class RuleWatch:
         if self._is_over or training is None or fleet.rank != 0:
             return
         now_s, iteration = time.monotonic(), training.updater.iteration
-        if self._began is None:
-            self._began = now_s, iteration, sum(fleet.statistics().waited_s.values())
-        began_s, first, waited_before_s = self._began
+        if self._began is None or self._began[3] is not fleet.topology:  # links may have other rates since
+            self._began = now_s, iteration, sum(fleet.statistics().waited_s.values()), fleet.topology
+        began_s, first, waited_before_s, _ = self._began
         if now_s - began_s < FIRST_S or iteration == first:
             return
         self._is_over = True
