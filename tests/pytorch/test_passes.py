@@ -188,6 +188,35 @@ def test_a_closure_is_evaluated(rule: UpdateRule, run_fleets: Any) -> None:
     check_like_one_process(run_fleets, rule, loop)
 
 
+@by_rule
+def test_a_closure_may_return_nothing_where_the_loop_has_made_the_pass(rule: UpdateRule, run_fleets: Any) -> None:
+    def loop(model: Any, optimizer: Any, batches: Any) -> None:
+        for batch in batches:
+            optimizer.zero_grad()
+            loss_of(model, *batch).backward()
+            assert optimizer.step(lambda: None) is None
+
+    check_like_one_process(run_fleets, rule, loop)
+
+
+def test_a_closure_under_no_sync_is_refused(run_fleets: Any) -> None:
+    models = copies(CASE.make(), 2)
+
+    def body(fleet: Fleet) -> None:
+        model, optimizer = distribute(models[fleet.rank], momentum(models[fleet.rank]), AllReduce(), fleet=fleet)
+
+        def closure() -> torch.Tensor:
+            with model.no_sync():  # type: ignore[operator]
+                loss = loss_of(model, *CASE.batches(1, 8)[0])
+                loss.backward()
+            return loss
+
+        with pytest.raises(UpdateError, match="the gradients of other ranks are missing"):
+            optimizer.step(closure)
+
+    run_fleets(2, body)
+
+
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 def test_lbfgs_decides_by_the_mean_loss(line_search: str | None, run_fleets: Any) -> None:
     def loop(model: Any, optimizer: Any, batches: Any) -> None:

@@ -291,13 +291,8 @@ class Training:
 
     def _make_complete(self) -> bool:
         """See that there are combined gradients to step on; return whether this rank has brought nothing to them."""
-        has_gradients, is_idle = any(tensor.grad is not None for tensor in self.tensors), False
-        if has_gradients and self.collector.has_local_gradients:
-            raise UpdateError(
-                "step() came after a backward pass under no_sync(), so the gradients of other ranks are missing; run "
-                "the last backward pass of each step outside no_sync()"
-            )
-        if not has_gradients:
+        is_idle = False
+        if not self._has_gradients():
             self._buffers.begin_forward()
             self.updater.dividing.discard()
             is_idle = not self.collector.contributions.positions
@@ -305,6 +300,16 @@ class Training:
             self.collector.run_empty()
         self._stand_ins.begin_step()
         return is_idle
+
+    def _has_gradients(self) -> bool:
+        """Whether there are gradients to step on, which must be those of all ranks."""
+        has_gradients = any(tensor.grad is not None for tensor in self.tensors)
+        if has_gradients and self.collector.has_local_gradients:
+            raise UpdateError(
+                "step() came after a backward pass under no_sync(), so the gradients of other ranks are missing; run "
+                "the last backward pass of each step outside no_sync()"
+            )
+        return has_gradients
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         with self._progress.stepping(self.updater.step_number):
@@ -342,14 +347,17 @@ class Training:
         def evaluate() -> Any:
             with torch.enable_grad():
                 loss = closure()
+            self._has_gradients()
             self._stand_ins.begin_step()
             weight = self.collector.last_weight
             try:
-                own = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+                own = 0.0 if loss is None else float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
             except (TypeError, ValueError, RuntimeError) as error:
                 raise UpdateError(f"closure must return the loss, one number, not {loss!r}") from error
             pair = torch.tensor([own * weight if weight else 0.0, weight], dtype=torch.float64)
             total, weights = control.sum(pair, "loss of a closure").tolist()
+            if loss is None:
+                return None  # as in one process: Lightning's closure, where the loop has made the backward pass
             mean = total / weights if weights else own
             return loss.new_tensor(mean) if isinstance(loss, torch.Tensor) else mean
 
