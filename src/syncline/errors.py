@@ -6,6 +6,7 @@ A message states the rule that was broken, the value that broke it, the remedy, 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import TypeVar
 
 Error = TypeVar("Error", bound="SynclineError")
@@ -117,6 +118,10 @@ class PeerLostError(FabricError):
         self.ranks_at_fault = (rank,)
         self.rank = rank
         self.host = host
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Let other processes have it, as those that start ranks do: Ray, executors."""
+        return partial(type(self), rank=self.rank, host=self.host), self.args, vars(self)
 
 
 class FabricClosedError(FabricError):

@@ -57,6 +57,13 @@ def note(error: SynclineError) -> None:
 _noted: deque[SynclineError] = deque(maxlen=8)
 
 
+def tell_end(error: BaseException | None) -> str:
+    """Say with what this rank ends, for those who lose it; nothing if that is not known."""
+    if error is None:
+        return ""
+    return f"it ended with {type(error).__name__}: {str(error).partition(chr(10))[0]}".removesuffix(": ")
+
+
 def leave_at_exit() -> None:
     """Leave last words when the interpreter ends with an error of ours; a second call does nothing more."""
     if LAST_WORDS in process_variables():

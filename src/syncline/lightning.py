@@ -49,6 +49,8 @@ class SynclineStrategy(DDPStrategy):
     Raises :class:`ConfigurationError` for options of DistributedDataParallel, which is not used.
     """
 
+    _own_fleet: Fleet | None = None  # of the last run of any trainer, which may train the same module again
+
     def __init__(
         self,
         update: UpdateRule | None = None,
@@ -77,7 +79,6 @@ class SynclineStrategy(DDPStrategy):
             "priorities": priorities,
         }
         self._topology = topology
-        self._own_fleet: Fleet | None = None
         self._is_failing = False
 
     @property
@@ -92,12 +93,12 @@ class SynclineStrategy(DDPStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_distributed(self) -> None:
-        """Make the process group, and a fleet of its ranks; a fleet of an earlier run is closed first."""
+        """Make the process group, and a fleet of its ranks; that of an earlier run, of any trainer, is closed first."""
         super().setup_distributed()
         self._close(is_failing=False)
         self._is_failing = False
         if not _has_fleet():
-            self._own_fleet = init(self._topology)
+            SynclineStrategy._own_fleet = init(self._topology)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers as the module says, and give them to ``distribute()``; schedulers keep theirs."""
@@ -135,6 +136,8 @@ class SynclineStrategy(DDPStrategy):
         """Remember that the other ranks must not wait for this one."""
         super().on_exception(exception)
         self._is_failing = True
+        if self._own_fleet is not None:
+            self._own_fleet.error_in_flight = exception  # they are told
 
     def teardown(self) -> None:
         """Give the plain module back; the fleet stays for checkpoints until the next run, unless something failed."""
@@ -168,7 +171,7 @@ class SynclineStrategy(DDPStrategy):
                 optimizer.end_period()
 
     def _close(self, *, is_failing: bool) -> None:
-        fleet, self._own_fleet = self._own_fleet, None
+        fleet, SynclineStrategy._own_fleet = self._own_fleet, None
         if fleet is not None:
             fleet.close(is_failing=is_failing)
 

@@ -403,5 +403,16 @@ def leave() -> None:
     print("over", flush=True)
 
 
+def raises() -> None:
+    """End rank 1 with an error of the user's, while rank 0 waits for it in a group of both."""
+    dist.init_process_group("syncline", timeout=TIMEOUT)
+    if RANK == 1:
+        dist.new_group([0, 1])
+        raise KeyError("of the user's")
+    with pytest.raises(syncline.PeerLostError, match=r"rank 1 .* is lost: it ended with KeyError: .of the user's"):
+        dist.barrier(dist.new_group([0, 1]))
+    print("told", flush=True)
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]](*sys.argv[2:])

@@ -52,6 +52,11 @@ def test_a_program_may_end_without_destroying_its_groups() -> None:
         assert (status, text) == (0, "over\n")
 
 
+def test_the_others_are_told_with_what_error_a_rank_ended() -> None:
+    (status, text), (other, _) = run_script(SCRIPT, 2, "raises", finalizes=True)
+    assert (status, text.splitlines()[-1:], other) == (0, ["told"], 1), text
+
+
 def test_groups_of_a_world_use_its_connections_alone_or_at_once_and_fail_alone() -> None:
     for status, text in run_script(SCRIPT, 3, "groups"):
         assert (status, text) == (0, "over\n")

@@ -23,7 +23,7 @@ from syncline.backend.hierarchical import HierarchicalCollectives, Layers, open_
 from syncline.backend.inner_groups import NcclBackend
 from syncline.backend.point_to_point import PointToPoint, Receive
 from syncline.fabric.progress import ELSEWHERE, STEP
-from syncline.last_words import note
+from syncline.last_words import note, tell_end
 from syncline.pytorch.metrics import publish
 from syncline.runtime import Communicator
 from syncline.runtime.control import Tally
@@ -219,7 +219,7 @@ class GroupState:
             if self.coded is not None:
                 self.coded.close()
             if is_failing:
-                self.communicator.abort()
+                self.communicator.abort(tell_end(getattr(sys, "last_value", None)))
             else:
                 self.communicator.close()
         finally:

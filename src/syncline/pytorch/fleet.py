@@ -14,6 +14,7 @@ import torch
 
 from syncline.arguments import checked
 from syncline.errors import ConfigurationError
+from syncline.last_words import tell_end
 from syncline.members import Epoch
 from syncline.observe import Trace
 from syncline.pytorch.epochs import FabricPlace, FleetGrowth
@@ -383,16 +384,11 @@ class Fleet(FabricPlace):
             # after a failure of the communicator itself, close() gives the others time to read why
             is_lost = is_failing and self.communicator.failure is None
             for communicator in dict.fromkeys((self.base, self.communicator)):
-                stack.callback(*((communicator.abort, self._why()) if is_lost else (communicator.close,)))
+                stack.callback(
+                    *((communicator.abort, tell_end(self.error_in_flight)) if is_lost else (communicator.close,))
+                )
             for function in self._on_close:
                 stack.callback(function, is_failing)
-
-    def _why(self) -> str:
-        """Say with what this rank ends, for those who lose it; nothing if that is not known."""
-        error = self.error_in_flight
-        if error is None:
-            return ""
-        return f"it ended with {type(error).__name__}: {str(error).partition(chr(10))[0]}".removesuffix(": ")
 
     def _close_at_exit(self) -> None:
         """After an exception, others must not wait for this rank, nor it for them."""
