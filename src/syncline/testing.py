@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
-from collections.abc import Callable, Mapping
-from types import FrameType
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from syncline.arguments import Count, Seconds, checked
-from syncline.errors import DeadlineError
+from syncline.errors import DeadlineError, name_ranks
 from syncline.pytorch.fleet import Fleet
 from syncline.runtime import communicators_in_memory
-from syncline.runtime.whereabouts import look_at_frames
+from syncline.runtime.whereabouts import training_place
 from syncline.topology import Topology
 
 Result = TypeVar("Result")
@@ -113,15 +111,7 @@ def _topology_of(ranks: int | str | Topology) -> Topology:
 
 
 def _where(threads: dict[int, threading.Thread], deadline_s: float) -> str:
-    """Return one line for each rank that still runs, with the innermost line of code that is not Syncline's."""
-    lines = [f"ranks {', '.join(map(str, threads))} had not ended after {deadline_s:g} s"]
-
-    def stacks_of(frames: Mapping[int, FrameType]) -> dict[int, traceback.StackSummary]:
-        found = {rank: frames.get(thread.ident or 0) for rank, thread in threads.items()}
-        return {rank: traceback.extract_stack(frame) for rank, frame in found.items() if frame is not None}
-
-    for rank, stack in look_at_frames(stacks_of).items():
-        own = [one for one in stack if "/syncline/" not in one.filename and not one.filename.endswith("threading.py")]
-        if own:
-            lines.append(f"rank {rank} is in {own[-1].name}, {own[-1].filename}:{own[-1].lineno}: {own[-1].line}")
-    return "; ".join(lines)
+    """Say of each rank that still runs in which line of the program, and what that calls."""
+    places = {rank: training_place(thread.ident)[1] for rank, thread in threads.items()}
+    told = [f"rank {rank} is {place}" for rank, place in places.items() if place]
+    return "; ".join([f"{name_ranks(threads)} had not ended after {deadline_s:g} s", *told])

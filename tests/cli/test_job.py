@@ -6,7 +6,7 @@ import pytest
 
 from syncline.cli.launcher.environment import rank_environment
 from syncline.cli.launcher.job import build_job, choose_host, choose_master, parse_master, place_ranks
-from syncline.cli.launcher.scratch import check_place, own_target, prepare_secret
+from syncline.cli.launcher.scratch import check_place, merge_trace_parts, own_target, prepare_secret, trace_parts
 from syncline.cli.launcher.terminal import labels
 from syncline.errors import ConfigurationError
 from syncline.topology import Topology
@@ -175,4 +175,11 @@ def test_a_trace_that_cannot_be_written_is_refused_before_any_rank_starts(tmp_pa
     for path, why in ((tmp_path / "none" / "trace.json", "there is no folder"), (tmp_path, "this is a folder")):
         with pytest.raises(ConfigurationError, match=why):
             check_place(path, "--trace")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_ranks_could_not_write_on_a_full_disk_is_no_trace(tmp_path):
+    parts = trace_parts(job_of(Topology.flat(2)), tmp_path / "trace.json")
+    parts[0].touch()
+    assert merge_trace_parts(parts, tmp_path / "trace.json") == 0
     assert not list(tmp_path.iterdir())

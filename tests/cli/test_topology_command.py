@@ -40,6 +40,8 @@ def test_without_a_name_it_is_what_was_measured_last(tmp_path: Path) -> None:
 def test_where_nothing_was_measured_it_says_how() -> None:
     with pytest.raises(ConfigurationError, match=r"no network was measured .*; name a topology, or measure"):
         CliRunner().invoke(app, ["show"], env={"XDG_CACHE_HOME": "/nowhere"}, catch_exceptions=False)
+    with pytest.raises(ConfigurationError, match="below HOME, which is not set"):
+        CliRunner().invoke(app, ["show"], env={"XDG_CACHE_HOME": None, "HOME": None}, catch_exceptions=False)
 
 
 def test_a_job_of_one_host_has_nothing_to_measure(tmp_path: Path) -> None:

@@ -50,6 +50,8 @@ def test_a_rank_that_does_not_end_is_shown_where_it_is() -> None:
         if fleet.rank == 1:
             may_end.wait(60.0)
 
-    with pytest.raises(syncline.DeadlineError, match=r"ranks 1 had not ended.*rank 1 is in body, .*may_end\.wait"):
+    with pytest.raises(
+        syncline.DeadlineError, match=r"rank 1 had not ended.*rank 1 is in .*body \(test_testing.py:\d+\)"
+    ):
         syncline.testing.run_ranks(2, body, deadline_s=0.2)
     may_end.set()

@@ -77,6 +77,8 @@ def test_more_rates_than_levels_are_refused():
 def test_ranks_and_rates_that_a_file_tells():
     hosts = Topology.imported("a slots=2\nb:3 # three\nc\nc\n", "hostfile")
     assert [len(host.ranks) for host in hosts.hosts] == [2, 3, 2]
+    hosts = Topology.imported("a slots=2\nb\n", "hostfile", ranks_per_host=4)
+    assert [len(host.ranks) for host in hosts.hosts] == [4, 4]
     tasks = Topology.imported("SLURM_TOPOLOGY_ADDR=a\n1: SLURM_TOPOLOGY_ADDR=a\nSLURM_NODEID=0\n", "slurm-env")
     assert [len(host.ranks) for host in tasks.hosts] == [2]
     graph = Topology.imported((FOLDER / "infragraph.yaml").read_text(), "infragraph")

@@ -229,7 +229,9 @@ def import_(
             show_default="as measured on these hosts",
         ),
     ] = None,
-    ranks_per_host: Annotated[int | None, typer.Option(metavar="N", show_default="as told, else 1")] = None,
+    ranks_per_host: Annotated[
+        int | None, typer.Option(metavar="N", help="Of every host.", show_default="as the file tells, else 1")
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it there.")] = None,
 ) -> None:
     """Make a topology of what Slurm, Kubernetes, topograph, InfraGraph or MPI knows of the hosts of a job.
@@ -270,8 +272,9 @@ def _measured_last() -> Path:
     folder = discovery_folder(process_variables())
     files = sorted(folder.glob("*.yaml"), key=lambda file: file.stat().st_mtime) if folder is not None else []
     if not files:
+        where = f"nothing is in {folder}" if folder is not None else "it is kept below HOME, which is not set"
         raise ConfigurationError(
-            f"no network was measured from this machine yet (nothing is in {folder}); name a topology, or measure: "
+            f"no network was measured from this machine yet ({where}); name a topology, or measure: "
             "start `syncline topology measure` on every host by your launcher"
         )
     print(f"# {files[-1]}", file=sys.stderr)

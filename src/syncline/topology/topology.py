@@ -126,7 +126,7 @@ class Topology:
         ``origin`` is its format: ``"slurm"`` (``topology.conf`` or ``.yaml``), ``"slurm-env"``, ``"topograph"``,
         ``"k8s-nodes"``, ``"infragraph"`` or ``"hostfile"``. ``rates`` (bytes per second) are those of the hosts' links,
         of the links above their switches, and so on; the last holds for all above. Without, they are those of the file,
-        else unlimited. ``ranks_per_host``: where the file does not tell, 1.
+        else unlimited. ``ranks_per_host``: of every host, whatever the file tells; without, what that tells, else 1.
 
         >>> syncline.Topology.imported("SwitchName=s Nodes=n[1-4]", "slurm", rates=[125e6]).num_ranks
         4

@@ -104,7 +104,7 @@ def merge_trace_parts(parts: Mapping[int, Path], target: Path) -> int:
     """Write one trace of what the ranks left behind, and remove that; returns how many of them left something."""
     from syncline.observe import merge_traces
 
-    written = [path for path in parts.values() if path.exists()]
+    written = [path for path in parts.values() if path.exists() and path.stat().st_size]  # none on a full disk
     if written:
         merge_traces(written, target)
     for folder in {path.parent for path in parts.values()}:
