@@ -4,10 +4,10 @@ from syncline.fabric import FabricOptions
 from syncline.fabric.liveness import Liveness, Suspect, describe_absence
 
 
-def judge(liveness, times_s, heard=()):
+def judge(liveness, times_s, heard=(), stuck=()):
     verdicts = []
     for now_s in times_s:
-        tick = liveness.tick(now_s, heard=set(heard))
+        tick = liveness.tick(now_s, heard=set(heard), stuck=set(stuck))
         verdicts += [(now_s, verdict) for verdict in tick.verdicts]
     return verdicts
 
@@ -45,6 +45,21 @@ def test_a_peer_that_speaks_again_is_trusted_again():
     assert not liveness.suspects
     verdicts = judge(liveness, range(10, 19), heard=[2])
     assert verdicts == [(12, Suspect(peer=1, silence_s=3.0))]
+
+
+def test_a_peer_that_is_heard_and_gets_no_data_is_lost_after_as_long():
+    liveness = new()
+    assert judge(liveness, range(1, 10), heard=[1, 2], stuck=[1]) == []
+    assert judge(liveness, [10], heard=[1, 2]) == []
+    verdicts = judge(liveness, range(11, 21), heard=[1, 2], stuck=[1])
+    assert verdicts == [(20, Suspect(peer=1, silence_s=10.0, is_dead=True, is_heard=True))]
+
+
+def test_data_that_waits_since_a_peer_was_silent_has_the_time_that_tcp_takes_to_send_it_again():
+    liveness = new()
+    assert judge(liveness, range(1, 3), heard=[2], stuck=[1]) == []
+    judge(liveness, range(3, 9), heard=[2], stuck=[1])
+    assert judge(liveness, range(9, 18), heard=[1, 2], stuck=[1]) == []
 
 
 def test_a_loop_that_stood_still_does_not_blame_the_others():

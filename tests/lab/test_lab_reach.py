@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from lab_ranks import carried_between, start
+from lab_ranks import DEADLINE_S, carried_between, hear, start, tell
 from lab_sharded import NUM_BYTES
 
 from syncline.lab import Lab
@@ -36,6 +36,14 @@ tc(*add, "prio", "1", "u32", "match", "ip", "dport", *sys.argv[1:], "flowid", f"
 tc(*add, "prio", "2", "u32", *first_packet, "flowid", "1:ff")
 """
 """Lose what would open a connection to any other port (by number and mask), as a firewall would that lets some pass."""
+LOSE_LARGE_PACKETS = """
+import subprocess
+nft = lambda words: subprocess.run(["nft", *words.split()], check=True)
+nft("add table ip hole")
+nft("add chain ip hole in { type filter hook input priority 0 ; }")
+nft("add rule ip hole in ip length > 1024 drop")
+"""
+"""As on a way with an interface of a smaller MTU whose router does not say so."""
 DIAL = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1.0)"
 
 
@@ -92,3 +100,17 @@ def test_doctor_says_before_the_job_who_cannot_be_dialled():
     for one in told:
         assert one["says"][-1] == f"{names['h1']} and {names['h2']} would meet at {names['h0']}, which passes all on."
         assert one["found"] == told[0]["found"]
+
+
+def test_a_way_that_loses_large_packets_is_told_of_long_before_a_deadline():
+    with Lab(Topology.flat(2, rate=125e6)) as lab:
+        soon = {"SYNCLINE_SILENCE": "4"}
+        ranks = start(lab, "lab_sharded.py", "2", of_hosts={"h0": soon, "h1": soon}, stderr=subprocess.PIPE)
+        hear(ranks, "ready")
+        assert run(lab, "h1", LOSE_LARGE_PACKETS) == (0, "")
+        tell(ranks)
+        told = [rank.communicate(timeout=DEADLINE_S)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    for errors in told:
+        assert "got nothing of the data that was sent to it for 4" in errors
+        assert "as only small packets pass; give all interfaces on the way between the hosts the same MTU" in errors

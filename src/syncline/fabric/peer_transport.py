@@ -36,7 +36,7 @@ from syncline.fabric.slice_executor import (
     SliceExecutor,
     Slices,
 )
-from syncline.fabric.sockets import TcpCounters, mark, tcp_counters
+from syncline.fabric.sockets import TcpCounters, mark, sent_in_vain, tcp_counters
 
 if TYPE_CHECKING:
     from syncline.fabric.statistics import ConnectionStatistics
@@ -157,6 +157,8 @@ class PeerTransport:
         self._transport_set = transport_set
         self._native_transport = transport_set.native_transport
         self._sockets: list[socket.socket] = []
+        self._in_vain: list[int | None] = []
+        """What data connections had moved by the last look, of those on which nothing arrives."""
         self._mismatched: dict[int, Callable[[int], None]] = {}
         self._is_closed = False
         self._native_transport.add_peer(peer, eager_bytes=options.eager_bytes, credit_bytes=options.credit_bytes)
@@ -201,6 +203,11 @@ class PeerTransport:
     def progress(self) -> int:
         """What the peer's last heartbeat carried (:class:`~syncline.fabric.progress.Progress`)."""
         return self._native_transport.progress(self._peer)
+
+    def look_if_stuck(self) -> bool:
+        """Return whether a data connection has moved nothing since the last look, though TCP sends again and again."""
+        before, self._in_vain = self._in_vain, [sent_in_vain(sock) for sock in self._sockets[1:]]
+        return any(now is not None and now == then for now, then in zip(self._in_vain, before, strict=False))
 
     def attach(self, sockets: Sequence[tuple[socket.socket, FrameKeys | None]]) -> None:
         """Take the next sockets, control before the data connections, with the keys that authenticate their frames."""

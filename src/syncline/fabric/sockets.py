@@ -29,6 +29,7 @@ RESEND_US = 60_000
 many times what a message takes; but the other end may acknowledge 0.04 s late, and that must not look like a loss."""
 _TOTAL_RETRANS, _DSACK_DUPS, _NUM_INFO_BYTES = 100, 216, 220  # of `struct tcp_info`, in <linux/tcp.h>
 _MIN_RTT_US, _BUSY_US, _WAITED_US, _BYTES_RETRANS = 148, 168, 176, 208
+_NUM_TIMEOUTS, _UNACKED, _BYTES_ACKED = 2, 24, 120
 _NO_RTT = 0xFFFFFFFF
 
 _log = logging.getLogger(__name__)
@@ -208,11 +209,8 @@ class TcpCounters(NamedTuple):
 
 def tcp_counters(sock: socket.socket) -> TcpCounters:
     """Return what the kernel has counted of a connection."""
-    try:
-        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _NUM_INFO_BYTES)
-    except OSError:
-        info = b""
-    if len(info) < _NUM_INFO_BYTES:
+    info = _tcp_info(sock)
+    if not info:
         return TcpCounters()
     total_resent, resent_twice, min_rtt_us = (
         int.from_bytes(info[place : place + 4], sys.byteorder) for place in (_TOTAL_RETRANS, _DSACK_DUPS, _MIN_RTT_US)
@@ -225,6 +223,23 @@ def tcp_counters(sock: socket.socket) -> TcpCounters:
         lost_bytes=resent_bytes * max(0, total_resent - resent_twice) // max(1, total_resent),
         round_trip_s=0.0 if min_rtt_us == _NO_RTT else min_rtt_us / 1e6,
     )
+
+
+def sent_in_vain(sock: socket.socket) -> int | None:
+    """Return how many bytes the other end has, by its acknowledgements, where what follows was sent twice in vain."""
+    info = _tcp_info(sock)
+    if not info or info[_NUM_TIMEOUTS] < 2 or not any(info[_UNACKED : _UNACKED + 4]):
+        return None
+    return int.from_bytes(info[_BYTES_ACKED : _BYTES_ACKED + 8], sys.byteorder)
+
+
+def _tcp_info(sock: socket.socket) -> bytes:
+    """Return the kernel's ``struct tcp_info``; nothing of a socket that has none, or an older one."""
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _NUM_INFO_BYTES)
+    except OSError:
+        return b""
+    return info if len(info) == _NUM_INFO_BYTES else b""
 
 
 def _loopback_congestion(sock: socket.socket) -> str | None:

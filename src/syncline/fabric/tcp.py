@@ -20,7 +20,7 @@ from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.acceptor import Acceptor
 from syncline.fabric.frames import FrameError, FrameType, cut_reason, on_word_of, read_loss
 from syncline.fabric.handshake import Admission
-from syncline.fabric.liveness import Liveness, describe_absence
+from syncline.fabric.liveness import Liveness, Suspect, describe_absence
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
 from syncline.fabric.progress import Progress, Stalls
@@ -472,8 +472,10 @@ class TcpFabric:
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._liveness.interval_s, self._tick)
-        heard = {peer.rank for peer in self.living() if peer.transport.take_heard()}
-        tick = self._liveness.tick(self._loop.time(), heard=heard)
+        living = self.living()
+        heard = {peer.rank for peer in living if peer.transport.take_heard()}
+        stuck = {peer.rank for peer in living if peer.transport.look_if_stuck()}
+        tick = self._liveness.tick(self._loop.time(), heard=heard, stuck=stuck)
         if tick.gap_s:
             if advice := self._liveness.advise(tick.gap_s):
                 _log.warning("rank %d: %s", self.rank, advice)
@@ -484,7 +486,7 @@ class TcpFabric:
         for verdict in tick.verdicts:
             peer = self._peers[verdict.peer]
             if verdict.is_dead:
-                self.on_broken(peer, f"sent nothing for {verdict.silence_s:.1f} s", must_tell=True)
+                self.on_broken(peer, _describe(verdict), must_tell=True)
             else:
                 _log.warning("rank %d: %s has sent nothing for %.1f s", self.rank, peer.name, verdict.silence_s)
                 self._note("peer is silent", peer=peer.rank, silence_s=verdict.silence_s)
@@ -571,3 +573,13 @@ class TcpFabric:
     def _note(self, name: str, **args: object) -> None:
         if self._trace is not None:
             self._trace.instant(name, "communication", **args)
+
+
+def _describe(verdict: Suspect) -> str:
+    if not verdict.is_heard:
+        return f"sent nothing for {verdict.silence_s:.1f} s"
+    return (
+        f"is heard, but got nothing of the data that was sent to it for {verdict.silence_s:.1f} s, as only small "
+        "packets pass; give all interfaces on the way between the hosts the same MTU (`ping -M do -s 1472 HOST` passes "
+        "where it is 1500)"
+    )
