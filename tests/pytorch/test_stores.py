@@ -111,9 +111,9 @@ def test_all_ranks_end_when_the_port_is_a_silent_programs(silent: int) -> None:
         assert "RendezvousError" in output.splitlines()[-1], output
 
 
-def test_a_missing_secret_is_one_line_for_the_job() -> None:
-    (first, told), *others = run_script(SCRIPT, 3, "addresses", extra={"SYNCLINE_INTERFACE": ELSEWHERE})
-    assert first == 1
-    assert len(told.splitlines()) == 1
-    assert "SYNCLINE_SECRET_FILE" in told
-    assert others == [(1, "")] * 2
+def test_a_missing_secret_is_one_line_of_whoever_may_have_a_terminal_of_its_own() -> None:
+    """Which ranks share one, if any, is not known where no launcher says which is the first of its host."""
+    for status, told in run_script(SCRIPT, 3, "addresses", extra={"SYNCLINE_INTERFACE": ELSEWHERE}):
+        assert status == 1
+        assert len(told.splitlines()) == 1
+        assert "SYNCLINE_SECRET_FILE" in told
