@@ -39,7 +39,7 @@ from syncline.runtime.plans import Plans
 from syncline.schedule import PLANNERS, Collective, CostModel, Prediction, lower_bound, predict, with_gateways_chosen
 from syncline.schedule.cost import StepPrediction, predicted_slice_bytes
 from syncline.schedule.pairs import PairMoves, StageShape, plan_pairs
-from syncline.schedule.period import USUAL, shortest_period
+from syncline.schedule.period import LESS, USUAL, shortest_period
 from syncline.schedule.replicas import Replicas, find_parties
 from syncline.schedule.step_candidates import compare_caps, draft_sharded_steps
 from syncline.topology import DirectedLink, Host, Topology
@@ -58,8 +58,6 @@ MOST_CLASSES = 4
 MATTERS = 0.05
 """Of a step: a smaller exposed part leaves nothing to gain on the network; codes, and pairs, must save more."""
 LEAST_GAIN = 0.03
-CLEARLY = 1 / 0.8 - 1
-"""Another algorithm is named where it gains so much, as a job names it after its first minute."""
 MOST_SENTENCES, MOST_HOSTS = 3, 16
 _CAPS: Mapping[float | None, str] = {1.25: "1.25", 2.0: "2", None: '"fastest"'}
 _STEP_PER_FORWARD = 1 + BACKWARD_PER_FORWARD
@@ -412,9 +410,8 @@ class Advice:
             whole = next(each for each in self._moves if each.name == WHOLE)
             period = min(USUAL, shortest_period(whole.reduce_s, self.within_parties_s))
             step_s = max(self.within_parties_s, whole.reduce_s / period)
-            gain = best.step_s / step_s - 1
             yield (
-                gain if gain >= CLEARLY else 0.0,
+                best.step_s / step_s - 1 if step_s <= LESS * best.step_s else 0.0,
                 f"LocalSteps(period={period}) moves everything between sites once in {period} steps while it computes "
                 f"on, so that one takes {format_duration(step_s)} {now}; it is another algorithm, whose loss is to be "
                 "watched.",

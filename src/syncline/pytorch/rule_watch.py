@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from syncline.observe import say
 from syncline.pytorch.installation import Installation
 from syncline.schedule import Collective, CostModel, lower_bound
-from syncline.schedule.period import USUAL, shortest_period
+from syncline.schedule.period import LESS, USUAL, shortest_period
 from syncline.tensors.codec import Codec
 from syncline.topology import Topology
 from syncline.units import format_duration
@@ -26,8 +26,8 @@ from syncline.updates.local_steps_updater import LocalStepsUpdater
 FIRST_S = 60.0
 MATTERS = 0.3
 """Links that need a smaller part of a step hold nobody up so that another rule would be worth its price."""
-LESS, NO_MORE = 0.8, 1.05
-"""What a step by another rule takes at most, as a part of a step now: to be faster, and to be as fast."""
+NO_MORE = 1.05
+"""What a step by another rule takes at most, as a part of a step now, to be as fast."""
 _CODE_BITS = 8
 FRESH = 2.0
 """So many iterations late, on average, gradients of ``Overlapped`` train about as synchronous ones do (0012)."""

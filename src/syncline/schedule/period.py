@@ -25,6 +25,8 @@ USUAL = 16
 SHORTEST, LONGEST = 2, 1 << 12
 """A round is merged a step after it began: with a period of one step nothing would be without one under way, which took
 more samples than two."""
+LESS = 0.8
+"""What a step by another rule takes at most, as a part of a step now, where that rule is worth a word to a user."""
 MATTERS = 0.05
 """The part of a period for which rounds may hold up steps."""
 CLEARLY = 0.5
