@@ -29,9 +29,11 @@ def tell(**words: Any) -> None:
     """Let the launcher know, if there is one.
 
     ``met=True``: this rank and all others of its job are connected; else, if it dies, it is waited for where ranks
-    meet. ``number=``: what the job calls this rank, which has come into it; else its lines carry the rank that it was
-    started as. ``goes_on=True``: it goes on without others that are lost; else nobody is told that there are options
-    for that. ``ranks=`` and ``text=``: whom its error names, and what it says; else that is read on standard error.
+    meet. ``number=``: what the job calls this rank, which has come into it; else its lines carry the rank that it
+    was started as. ``doors=``: where it lets newcomers in, as its own machine reaches it, then where one member of
+    each other machine does. ``goes_on=True``: it goes on without others that are lost; else nobody is told that
+    there are options for that. ``ranks=`` and ``text=``: whom its error names, and what it says; else that is read
+    on standard error.
     """
     if path := process_variables().get(LAST_WORDS):
         with contextlib.suppress(OSError), Path(path).open("a") as file:

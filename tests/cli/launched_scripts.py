@@ -26,6 +26,7 @@ def tell(**words):  # as syncline.last_words does
         file.write(json.dumps(words) + chr(10))
 
 
+tell(doors=[f"own:{rank}"])
 """
 
 

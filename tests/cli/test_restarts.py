@@ -86,9 +86,10 @@ def test_ctrl_c_in_the_pause_before_a_restart_ends_the_job(tmp_path):
 
 @pytest.mark.parametrize("restarts", [RestartLimits(), AGAIN])
 def test_survivors_of_an_elastic_job_go_on_and_a_restarted_rank_is_told_whom_to_join(restarts, tmp_path):
-    """Rank 0 waits for the one that was started again, which knows rank 0's port and has no place of its own."""
-    os.mkfifo(tmp_path / "joined")
-    joined = str(tmp_path / "joined")
+    """Rank 0 waits for the one that was started again, which knows where rank 0 listens and has no place of its own."""
+    joined, listens = str(tmp_path / "joined"), str(tmp_path / "listens")
+    os.mkfifo(joined)
+    os.mkfifo(listens)
     code, out, error = start(
         f"""
         assert os.environ["SYNCLINE_ELASTIC"] == "on" and os.environ["SYNCLINE_MIN_RANKS"] == "1"
@@ -97,18 +98,21 @@ def test_survivors_of_an_elastic_job_go_on_and_a_restarted_rank_is_told_whom_to_
             tell(met=True, number=2)  # it is in
             open({joined!r}, "w").write(os.environ["SYNCLINE_JOIN"])
         elif os.environ["RANK"] == "1":
+            open({listens!r}).read()
             tell(met=True)
             os.kill(os.getpid(), 9)
         else:
+            tell(doors=["a:1", "c:3"])
+            open({listens!r}, "w").close()
             came = open({joined!r}).read() if {restarts.count} else "nobody"
-            print(came.replace(":" + os.environ["SYNCLINE_JOIN_PORT"], " at my port"))
+            print(came)
         """,
         restarts=restarts,
         elastic=Elasticity(),
     )
     assert code == 0
     if restarts.count:
-        assert out == "[0] 127.0.0.1 at my port\n"
+        assert out == "[0] a:1,own:1,c:3\n"
         assert "rank 1 was killed by SIGKILL; it starts again in 0.01 s, to join those that go on" in error
         assert "the job lost ranks, which came back: rank 1 (in the job: rank 2)" in error
     else:
@@ -237,35 +241,29 @@ def test_newcomers_are_told_whom_to_join_and_no_place():
     assert told == [["127.0.0.1:4000,[::1]:4001", "c1", place, "2"] for place in "01"]
 
 
-def test_ranks_of_a_machine_that_were_all_killed_join_at_the_masters_machine_and_else_meet_anew(tmp_path):
+def test_ranks_of_a_machine_that_were_all_killed_join_on_others_and_else_meet_anew(tmp_path):
+    """Here those of the machine where all have met first."""
     path = tmp_path / "net.yaml"
     path.write_text(TWO_HOSTS)
     script = """
     print(attempt, os.environ.get("SYNCLINE_JOIN", "meets"), flush=True)
     if attempt == 0:
-        tell(met=True)
+        tell(met=True, doors=["own:0", "far:2", "farther:2"])
         os.kill(os.getpid(), 9)
     if attempt == 1: sys.exit(3)
     """
-    code, out, _ = start(
+    code, out, error = start(
         script,
         topology=str(path),
         host="a1",
         master="127.0.0.1:4000",
         limits=Limits(),
         restarts=AGAIN,
-        elastic=Elasticity(join_port=4100),
+        elastic=Elasticity(),
     )
     assert code == 0
-    assert out.splitlines() == ["[a1:0] 0 meets", "[a1:0] 1 127.0.0.1:4100", "[a1:0] 2 meets"]
-
-
-def test_restarts_in_an_elastic_job_of_several_machines_need_a_place_to_join_at(tmp_path):
-    path = tmp_path / "net.yaml"
-    path.write_text(TWO_HOSTS)
-    where = {"topology": str(path), "host": "a1", "master": "127.0.0.1:4000"}
-    with pytest.raises(ConfigurationError, match="need --join-port PORT, the same on all"):
-        start("pass", **where, restarts=AGAIN, elastic=Elasticity())
+    assert out.splitlines() == ["[a1:0] 0 meets", "[a1:0] 1 far:2,farther:2", "[a1:0] 2 meets"]
+    assert "the ranks of this machine start again in 0.01 s, and join those that go on elsewhere" in error
 
 
 @pytest.mark.parametrize(

@@ -124,3 +124,18 @@ def test_a_rank_that_is_killed_comes_back(rule: str, folder: Path) -> None:
     assert "[1] is in the job" in printed
     assert "[1>3] is in the job" in printed
     check_ended(folder, [0, 2, 3], is_replayed=rule == "spares")
+
+
+def test_the_only_rank_of_the_machine_where_all_met_comes_back_by_the_others(folder: Path) -> None:
+    topology, secret = folder.parent / "net.yaml", folder.parent / "secret"
+    topology.write_text(
+        TWO_HOSTS.replace("ranks: 1", "ranks: more").replace("ranks: 2", "ranks: 1").replace("more", "2")
+    )
+    secret.touch(0o600)
+    secret.write_text("s" * 32)
+    with reserved_port() as master:
+        of_job = ["--topology", str(topology), "--master", f"127.0.0.1:{master}", "--elastic", "--restarts", "1"]
+        known = ["--secret-file", str(secret), str(SCRIPT), str(folder), "spares", "3", "0"]
+        ended = start([[*RUN, "--host", host, *of_job, *known] for host in ("a0", "b0")], folder)
+    assert "start again in 1 s, and join those that go on elsewhere" in ended[0]
+    check_ended(folder, [1, 2, 3])

@@ -1,21 +1,18 @@
 """What each rank is told: torchrun's variables, and Syncline's own.
 
-Ranks of an elastic job are told where each lets newcomers in, and newcomers whom they join.
+Ranks of an elastic job are told on which port each lets newcomers in, and newcomers whom they join.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from syncline.cli.launcher.job import Job, RankProcess
-from syncline.cli.launcher.scratch import reserved_port
 from syncline.cli.launcher.supervisor import Limits, RestartLimits
-from syncline.endpoints import LOOPBACK, format_endpoint, only_port, own_address, parse_ports
-from syncline.errors import ConfigurationError
+from syncline.endpoints import only_port, parse_ports
 from syncline.variables import REPORT, TRACE, process_variables
 
 JOIN, JOIN_PORT = "SYNCLINE_JOIN", "SYNCLINE_JOIN_PORT"
@@ -114,70 +111,24 @@ class Elasticity:
     """Where the first rank of each machine lets newcomers in, the second on the next port, and so on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Doors:
-    """Where the ranks of this machine let newcomers in, if the job is elastic."""
-
-    elastic: Elasticity | None
-    job: Job
-    near: Mapping[int, str] = field(default_factory=dict)
-    """By rank, as the others of this machine reach it."""
-    far: str | None = None
-    """Where the first rank of the master's machine does, for when no rank lives on this one."""
-    ports: Mapping[int, int] = field(default_factory=dict)
-
-    def environment(self, rank: int) -> dict[str, str]:
-        """Return what ``rank`` is told beside its place."""
-        if self.elastic is None:
-            return {}
-        told = {
-            "SYNCLINE_ELASTIC": "on",
-            "SYNCLINE_MIN_RANKS": str(self.elastic.min_ranks or 1),
-            JOIN_PORT: str(self.ports[rank]),
-        }
-        return told if self.job.join is None else told | {JOIN: self.job.join}
-
-    def limits(self, limits: Limits, restarts: RestartLimits) -> Limits:
-        """Let survivors of an elastic job go on, and those that fail join them again."""
-        if self.elastic is None:
-            return limits
-        # of a job that has ranks elsewhere too, nobody here knows how many are left
-        is_whole = self.job.is_whole
-        min_ranks = (self.elastic.min_ranks or 1) if is_whole else 1
-        return replace(limits, grace_s=math.inf, rejoins=restarts, min_ranks=min_ranks, is_whole=is_whole)
-
-
-@contextmanager
-def open_doors(elastic: Elasticity | None, job: Job, restarts: RestartLimits) -> Iterator[_Doors]:
-    """Choose a port for each rank, which no other program gets as long as this lasts."""
+def elastic_environment(elastic: Elasticity | None, job: Job, process: RankProcess) -> dict[str, str]:
+    """Return what a rank of an elastic job is told beside its place; nothing if the job is none."""
     if elastic is None:
-        yield _Doors(elastic=None, job=job)
-        return
+        return {}
     shared = only_port(parse_ports(process_variables().get("SYNCLINE_PORTS", "")))
-    join_port = elastic.join_port or shared
-    if restarts.count and not job.is_whole and job.join is None and join_port is None:
-        raise ConfigurationError(
-            "--elastic and --restarts on several machines need --join-port PORT, the same on all: a machine that has "
-            "lost all its ranks joins again at the master's"
-        )
-    ranks = [process.rank for process in job.processes]
-    address = (
-        None if job.is_whole else own_address(job.master_address, what="--join" if job.join else "--master")
-    ) or LOOPBACK
-    with ExitStack() as stack:
-        if join_port is None:
-            ports = {rank: stack.enter_context(reserved_port(address)) for rank in ranks}
-        elif join_port == shared:
-            ports = dict.fromkeys(ranks, join_port)
-        else:
-            ports = {rank: join_port + place for place, rank in enumerate(ranks)}
-        far = job.join
-        if far is None and not job.is_whole and join_port is not None:
-            far = format_endpoint(job.master_address, join_port)
-        yield _Doors(
-            elastic=elastic,
-            job=job,
-            near={rank: format_endpoint(address, port) for rank, port in ports.items()},
-            far=far,
-            ports=ports,
-        )
+    port = elastic.join_port or shared or 0
+    told = {
+        "SYNCLINE_ELASTIC": "on",
+        "SYNCLINE_MIN_RANKS": str(elastic.min_ranks or 1),
+        JOIN_PORT: str(port + process.local_rank if port and port != shared else port),
+    }
+    return told if job.join is None else told | {JOIN: job.join}
+
+
+def elastic_limits(elastic: Elasticity | None, job: Job, limits: Limits, restarts: RestartLimits) -> Limits:
+    """Let survivors of an elastic job go on, and those that fail join them again."""
+    if elastic is None:
+        return limits
+    # of a job that has ranks elsewhere too, nobody here knows how many are left
+    min_ranks = (elastic.min_ranks or 1) if job.is_whole else 1
+    return replace(limits, grace_s=math.inf, rejoins=restarts, min_ranks=min_ranks, is_whole=job.is_whole)

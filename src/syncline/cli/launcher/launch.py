@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from syncline.cli.launcher.environment import Elasticity, open_doors, rank_environment
+from syncline.cli.launcher.environment import Elasticity, elastic_environment, elastic_limits, rank_environment
 from syncline.cli.launcher.job import Job, build_job, choose_host, choose_master, newcomers
 from syncline.cli.launcher.scratch import (
     check_place,
@@ -109,33 +109,30 @@ def _run_in(scratch: Path, request: Request, job: Job, host: str | None, termina
     asked = request.trace or (scratch / TRACE_NAME if request.report else None)
     target = own_target(job, asked, host) if asked else None
     traces = trace_parts(job, target) if target else {}
-    with open_doors(request.elastic, job, request.restarts) as doors:
-        environments = {
-            process.rank: rank_environment(
-                job,
-                process,
-                base=base,
-                num_cores=len(os.sched_getaffinity(0)),
-                secret_file=secret,
-                trace_file=traces.get(process.rank),
-                elastic=doors.environment(process.rank),
-            )
-            | {LAST_WORDS: str(scratch / f"last-words-{process.rank}.json")}
-            for process in job.processes
-        }
-        session = Session(
-            job=job,
-            environments=environments,
-            labels=labels(job, is_in_lab="SYNCLINE_LAB" in process_variables()),
-            limits=doors.limits(limits, request.restarts),
-            logs=open_logs(job, request.log_folder, base),
-            terminal_rank=_terminal_rank(request, job),
-            restarts=request.restarts,
-            view=view,
-            doors=doors.near,
-            far_door=doors.far,
+    environments = {
+        process.rank: rank_environment(
+            job,
+            process,
+            base=base,
+            num_cores=len(os.sched_getaffinity(0)),
+            secret_file=secret,
+            trace_file=traces.get(process.rank),
+            elastic=elastic_environment(request.elastic, job, process),
         )
-        code = run_job(session, terminal)
+        | {LAST_WORDS: str(scratch / f"last-words-{process.rank}.json")}
+        for process in job.processes
+    }
+    session = Session(
+        job=job,
+        environments=environments,
+        labels=labels(job, is_in_lab="SYNCLINE_LAB" in process_variables()),
+        limits=elastic_limits(request.elastic, job, limits, request.restarts),
+        logs=open_logs(job, request.log_folder, base),
+        terminal_rank=_terminal_rank(request, job),
+        restarts=request.restarts,
+        view=view,
+    )
+    code = run_job(session, terminal)
     if target and _save_trace(target, traces, terminal, is_told=request.trace is not None) and request.report:
         _save_report(target, own_target(job, request.report, host), request.command, terminal)
     return code

@@ -24,7 +24,7 @@ import os
 import signal
 import subprocess
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
@@ -192,12 +192,8 @@ class Session:
     """The rank whose standard output is the terminal itself, for a progress bar."""
     restarts: RestartLimits = field(default_factory=RestartLimits)
     """How often all ranks may be started again when the job has failed."""
-    doors: Mapping[int, str] = field(default_factory=dict)
-    """Where each rank lets newcomers in, if the job is elastic."""
     view: Path | None = None
     """Where rank 0 writes what it knows of all ranks, for a screen."""
-    far_door: str | None = None
-    """Where a rank on another machine does, for when none lives here."""
 
 
 class _Stream:
@@ -228,12 +224,12 @@ class _Stream:
 
 
 class Runner:
-    """One attempt; ``joins``: its ranks join a job that runs elsewhere."""
+    """One attempt; ``door``: where its ranks join a job that runs elsewhere, if they do."""
 
-    def __init__(self, session: Session, terminal: Terminal, *, attempt: int = 0, joins: bool = False) -> None:
+    def __init__(self, session: Session, terminal: Terminal, *, attempt: int = 0, door: str = "") -> None:
         self._session = session
         self._attempt = attempt
-        self._joins = joins
+        self._door = door
         self._loop = asyncio.get_running_loop()
         self._finished = asyncio.Event()
         self._terminal = terminal
@@ -253,7 +249,7 @@ class Runner:
         self._newcomers: set[int] = set()
         """Whose processes come into a running job, and have not said yet what it calls them."""
         self._labels = dict(session.labels)
-        is_newcomer = joins or session.job.join is not None
+        is_newcomer = bool(door) or session.job.join is not None
         self._rank_of = {} if is_newcomer else {rank: rank for rank in self._names}
         """By number in the job."""
         self._words: dict[int, LastWords] = {}
@@ -264,7 +260,7 @@ class Runner:
         """Run all ranks to their end; returns the exit code."""
         try:
             for process in self._session.job.processes:
-                self._start(process, self._session.far_door if self._joins else None)
+                self._start(process, self._door)
             await self._finished.wait()
         finally:
             self._kill_rest()
@@ -282,13 +278,16 @@ class Runner:
         return fate_of(self._causes, names=self._names, tails=self._tails, words=self._last_words())
 
     @property
-    def was_lost(self) -> bool:
-        """Whether somebody else ended all ranks here once they had met, so that those of other machines may go on."""
-        return self._has_met(*self._names) and all(
+    def left_door(self) -> str:
+        """Where ranks of other machines may go on, if somebody else ended all that are here once they had met."""
+        was_lost = self._has_met(*self._names) and all(
             failure.exit.is_loss and not failure.was_signalled for failure in self._supervisor.failures
         )
+        own = {self._told_by(rank).get("doors", [""])[0] for rank in self._names}
+        others = ",".join(door for door in self._doors(self._names).split(",") if door not in own)
+        return others or self._door if was_lost else ""
 
-    def _start(self, process: RankProcess, door: str | None = None) -> None:
+    def _start(self, process: RankProcess, door: str) -> None:
         job, rank = self._session.job, process.rank
         environment = dict(self._session.environments[rank])
         environment[RESTART_COUNT] = str(self._attempt + self._supervisor.num_restarts)
@@ -376,14 +375,19 @@ class Runner:
                 self.handles[instruction.rank].send_signal(instruction.signal_number)
         elif isinstance(instruction, StartAgain):
             (process,) = (one for one in self._session.job.processes if one.rank == instruction.rank)
-            doors = ",".join(self._session.doors[one] for one in instruction.living)
-            self._start(process, doors if self._has_met(instruction.rank, *instruction.living) else None)
+            known = *instruction.living, instruction.rank
+            self._start(process, self._doors(known) if self._has_met(*known) else "")
         else:
             self._announce(instruction)
 
     def _has_met(self, *ranks: int) -> bool:
         """Whether one of these has met the others, so that who starts again comes in; else its old place is free."""
-        return self._joins or any("met" in self._told_by(rank) for rank in ranks)
+        return bool(self._door) or any("met" in self._told_by(rank) for rank in ranks)
+
+    def _doors(self, ranks: Iterable[int]) -> str:
+        """Return where members let newcomers in: first these ranks, then the others that they know of."""
+        told = [doors for rank in ranks if (doors := self._told_by(rank).get("doors"))]
+        return ",".join(dict.fromkeys([*(own for own, *_ in told), *(door for _, *others in told for door in others)]))
 
     def _announce(self, announcement: Announce) -> None:
         if announcement.rank is None:
@@ -527,14 +531,15 @@ class _Attempts:
         self._told_to_end: asyncio.Future[int] = self._loop.create_future()
         # until the loop is closed; exec resets them to the default actions for the ranks
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
-            self._loop.add_signal_handler(number, self._on_signal, number)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                self._loop.add_signal_handler(number, self._on_signal, number)
 
     async def run(self) -> int:
         """Return the exit code of the last attempt."""
-        session, joins, gave_up = self._session, False, None
+        session, door, gave_up = self._session, "", None
         while True:
             began_s = self._loop.time()
-            self._runner = runner = Runner(session, self._terminal, attempt=len(self._fates), joins=joins)
+            self._runner = runner = Runner(session, self._terminal, attempt=len(self._fates), door=door)
             code = await runner.run()
             self._runner = None
             if code == 0 or runner.was_told_to_end:
@@ -545,8 +550,8 @@ class _Attempts:
             if pause_s is None:
                 gave_up = str(session.restarts)
                 break
-            joins = session.far_door is not None and runner.was_lost
-            self._announce(pause_s, joins=joins)
+            door = runner.left_door
+            self._announce(pause_s, joins=bool(door))
             await asyncio.wait([self._told_to_end], timeout=pause_s)
             if self._told_to_end.done():
                 code = 128 + self._told_to_end.result()
@@ -564,7 +569,7 @@ class _Attempts:
 
     def _announce(self, pause_s: float, *, joins: bool) -> None:
         ranks = "all ranks" if self._session.job.is_whole else "the ranks of this machine"
-        where = f", and join at {self._session.far_door}" if joins else ""
+        where = ", and join those that go on elsewhere" if joins else ""
         self._terminal.say(
             f"{ranks} start again in {pause_s:g} s{where} (--restarts allows it {self._session.restarts})"
         )

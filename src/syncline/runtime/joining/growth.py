@@ -24,6 +24,7 @@ from syncline.fabric import FabricOptions, TcpFabric, connect_tcp
 from syncline.fabric.rendezvous import Generation, Member
 from syncline.fabric.shared_port import SharedListener, open_listener
 from syncline.fabric.sockets import advertised_endpoint, resolve_address
+from syncline.last_words import tell
 from syncline.members.job_record import NO_FLAGS, Address, Flags, JobRecord, address_of
 from syncline.observe import tell_if_long
 from syncline.runtime.joining.connection import JoinConnection, Message, dial_member
@@ -35,6 +36,7 @@ from syncline.topology import Topology
 _log = logging.getLogger(__name__)
 
 MAX_PORTS = 64
+_MOST_DOORS = 32
 """Ranks of one host take the next free ports."""
 PAUSE_S = 0.1
 ANSWER_S = 30.0
@@ -346,7 +348,10 @@ class Growth:
         options.check_exposure(self._address)
         assert options.secret is not None or options.insecure, "whoever joins proves that it has the job's secret"
         sock = _listen(self._address, options, port)
-        self.join_address: Address = advertised_endpoint(self._address, sock.getsockname()[1], options)
+        port = sock.getsockname()[1]
+        self.join_address: Address = advertised_endpoint(self._address, port, options)
+        self._door = format_endpoint(self._address, port)
+        tell(doors=[self._door])
         self._loop = CommunicationLoop("syncline-join")
         self._loop.start()
         self._server = self._loop.call(partial(JoinServer, sock, options, terms), ANSWER_S)
@@ -362,6 +367,7 @@ class Growth:
         ``lines`` describe the training, and newcomers must have the same; ``why_not`` refuses all newcomers.
         """
         self._job, self._rank = job, rank
+        tell(doors=[self._door, *_other_doors(job, rank)])
         self._leave_attempt()
         self._loop.call(partial(self._server.open, job, rank, lines=lines, why_not=why_not), ANSWER_S)
 
@@ -452,6 +458,14 @@ class Growth:
 
         part.party.loop.run(drop(), ANSWER_S)
         part.party.loop.stop()
+
+
+def _other_doors(job: JobRecord, rank: int) -> list[str]:
+    """Return where one member of each other machine lets newcomers in, of some machines if there are many."""
+    doors = {job.machines[rank]: ""}
+    for machine, address in zip(job.machines, job.join_addresses, strict=True):
+        doors.setdefault(machine, format_endpoint(*address))
+    return list(doors.values())[1 : 1 + _MOST_DOORS]
 
 
 def _listen(address: str, options: FabricOptions, port: int) -> socket.socket | SharedListener:
