@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import socket
 import struct
 from collections.abc import Awaitable, Callable
@@ -217,9 +218,11 @@ async def dial(
             waited_s = asyncio.get_running_loop().time() - began_s
             if isinstance(error, ConnectionRefusedError) and (has_listened or waited_s >= options.handshake_s):
                 seen = "listens there any more" if has_listened else f"has listened there for {waited_s:.0f} s"
+                is_near = ipaddress.ip_address(address[0]).is_loopback
+                far = "it is on another machine: set SYNCLINE_INTERFACE there"
                 raise HandshakeError(
                     f"rank {terms.rank} cannot connect to {peer_name} at {format_endpoint(*address)}: nobody {seen}; "
-                    "its process has ended, or a firewall rejects connections"
+                    f"its process has ended, or {far if is_near else 'a firewall rejects connections'}"
                 ) from error
             # Not there yet, too busy, or the network dropped it; TimeoutError is an OSError.
             if resumption is None and dialer.connection_id:  # its last message was made, and may have arrived
