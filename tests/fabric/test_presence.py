@@ -97,8 +97,8 @@ async def meet_and_die(rank, store):
         (1, r"rank 1 came and then fell silent before all were connected"),
         (
             0,
-            r"rank 1 cannot connect to rank 0 \(host dead\) .*nobody has listened there .* or it is on another machine: "
-            r"set SYNCLINE_INTERFACE there|rank 0 came and then fell",
+            r"rank 1 cannot connect to rank 0 \(host dead\) .*nobody has listened there .* or it is on another "
+            r"machine: set SYNCLINE_INTERFACE there|rank 0 came and then fell",
         ),
     ],
 )

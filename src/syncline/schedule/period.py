@@ -8,7 +8,9 @@ Where the user names no number, a period has the fewest steps whose rounds the l
 Sites that average more often need fewer samples, the more so the more their data differ, until rounds hold up steps. So
 a period begins short, and becomes longer where all ranks were held up by rounds. What holds up the rank that is held up
 least is not that others are late, but links, or the arithmetic of rounds. Where ranks were not held up for a while,
-half the period is tried; each time that this fails, the next trial comes twice as late.
+half the period is tried; each time that this fails, the next trial comes twice as late. To begin short holds up the
+first steps for a transfer of all parameters. Where rates of links are known, a period begins long in its place, and is
+what these say as soon as all have timed a step.
 
 All ranks judge by the same numbers after the same round, so they have the same period at each step. Which it is depends
 on measured times.
@@ -59,9 +61,13 @@ def measured_speeds(held_up_s: Sequence[float], taken_s: Sequence[float], num_st
     """
     if max(num_steps) < LEAST_STEPS // 2 or min(num_steps) <= 0:
         return []
-    each = zip(held_up_s, taken_s, num_steps, strict=True)
-    step_s = [max(_SHORTEST_S, whole_s - held_s) / steps for held_s, whole_s, steps in each]
-    return [min(step_s) / own_s for own_s in step_s]
+    steps_s = list(map(_step_s, held_up_s, taken_s, num_steps))
+    return [min(steps_s) / own_s for own_s in steps_s]
+
+
+def _step_s(held_up_s: float, taken_s: float, num_steps: float) -> float:
+    """Return what one of so many steps took without what held them up."""
+    return max(_SHORTEST_S, taken_s - held_up_s) / num_steps
 
 
 def common_fragments(most: int, fewest_steps: int) -> int:
@@ -91,8 +97,8 @@ class AutomaticPeriod:
     (2, True, 32)
     """
 
-    def __init__(self, longest: int = LONGEST) -> None:
-        self.num_steps, self._longest = SHORTEST, longest
+    def __init__(self, longest: int = LONGEST, *, first: int = SHORTEST) -> None:
+        self.num_steps, self._longest = first, longest
         self._num_periods = 0
         """Since it was judged last."""
         self._num_calm, self._patience = 0, PATIENCE
@@ -101,6 +107,10 @@ class AutomaticPeriod:
     def begin(self) -> None:
         """Judge by what comes from now on."""
         self._num_periods = 0
+
+    def foresee(self, round_s: float, step_s: float) -> None:
+        """Take what is predicted."""
+        self.num_steps = min(self._longest, shortest_period(round_s, step_s))
 
     def judge(self, held_up: float) -> bool:
         """End a period; ``held_up``: the part of the time since :meth:`begin` that rounds took of every rank at least.
@@ -128,7 +138,8 @@ class PartyPeriod:
     """The period of a job as one party has it: its own number of steps, and how many fragments all can have.
 
     ``period``: steps of the fastest party, or ``"auto"``; None: as that, but :data:`USUAL` at most. ``speeds``: of this
-    party and of the slowest, as parts of the fastest; None: they are measured, and begin alike.
+    party and of the slowest, as parts of the fastest; None: they are measured, and begin alike. ``round_s``: what
+    rounds of all parameters take by prediction; 0 where nobody knows.
 
     >>> period = PartyPeriod(16, speeds=None)
     >>> period.judge(held_up_s=[0.0, 0.0], taken_s=[1.5, 1.4], num_steps=[15, 7], party=[1])
@@ -138,15 +149,26 @@ class PartyPeriod:
     """
 
     def __init__(
-        self, period: int | Literal["auto"] | None, *, speeds: tuple[float, float] | None = (1.0, 1.0)
+        self,
+        period: int | Literal["auto"] | None,
+        *,
+        speeds: tuple[float, float] | None = (1.0, 1.0),
+        round_s: float = 0.0,
     ) -> None:
-        is_given = isinstance(period, int)
-        self._automatic = None if is_given else AutomaticPeriod(LONGEST if period == "auto" else USUAL)
+        is_given, longest = isinstance(period, int), LONGEST if period == "auto" else USUAL
+        self._automatic = None if is_given else AutomaticPeriod(longest, first=USUAL if round_s else SHORTEST)
+        self._round_s = 0.0 if is_given else round_s
+        self._all_as_many = speeds == (1.0, 1.0)
         self._given = period if isinstance(period, int) else SHORTEST
         self._is_measured = speeds is None
         self._speeds = speeds or (1.0, 1.0)
         self.is_found = self._automatic is not None or speeds is None
         """Whether it follows from what is measured."""
+
+    @property
+    def is_foreseen(self) -> bool:
+        """Whether it is what is predicted as soon as all ranks have timed a step."""
+        return self._round_s > 0
 
     @property
     def _num_steps(self) -> int:
@@ -179,7 +201,13 @@ class PartyPeriod:
         Of each rank, since the last judgement: for how long rounds held it up, in what time, and its steps. ``party``:
         the ranks of this one's, which are as fast as the slowest of them.
         """
-        if self._automatic is not None:
+        if self._automatic is not None and self.is_foreseen:
+            if min(num_steps) < 1:
+                return False
+            steps_s = map(_step_s, held_up_s, taken_s, num_steps)
+            self._automatic.foresee(self._round_s, max(steps_s) if self._all_as_many else min(steps_s))
+            self._round_s = 0.0
+        elif self._automatic is not None:
             held_up = min(held_s / whole_s for held_s, whole_s in zip(held_up_s, taken_s, strict=True))
             if not self._automatic.judge(held_up=held_up):
                 return False

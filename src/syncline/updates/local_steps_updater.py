@@ -35,7 +35,7 @@ from syncline.arguments import Bounds, check_fields
 from syncline.runtime.communicator import Communicator
 from syncline.runtime.work import Work
 from syncline.runtime.worker_thread import WorkerThread
-from syncline.schedule import Collective
+from syncline.schedule import Collective, CostModel, lower_bound
 from syncline.schedule.period import USUAL, PartyPeriod, measured_speeds
 from syncline.schedule.replicas import Replicate, find_parties
 from syncline.updates.attendance import Grace
@@ -204,7 +204,8 @@ class LocalStepsUpdater(PartyUpdater):
         self._overlaps = overlap
         number = min(fragments, period if isinstance(period, int) else USUAL)
         found = find_parties(self.collectives.communicator.topology, parties)
-        self._has_pace, self._period = pace != "equal", PartyPeriod(period, speeds=self._speeds(pace, found))
+        self._has_pace = pace != "equal"
+        self._period = PartyPeriod(period, speeds=self._speeds(pace, found), round_s=self._predict_round_s())
         self._start_parties(found, num_beside=1 if outer is None else 2)  # starts and velocities
         self._parts = _cut(self.buckets, 1 if self.collectives.crossing is not None else number)
         self._smallest = _divide(self._parts, number)
@@ -327,6 +328,14 @@ class LocalStepsUpdater(PartyUpdater):
         (own,) = (speed for speed, ranks in zip(speeds, parties, strict=True) if self.collectives.rank in ranks)
         return own / max(speeds), min(speeds) / max(speeds)
 
+    def _predict_round_s(self) -> float:
+        """Return what rounds of all parameters take on the links; 0 if that is not known, or there are few."""
+        topology = self.collectives.communicator.topology
+        num_bytes = sum(bucket.plan.num_bytes for bucket in self.buckets)
+        if num_bytes < USUAL * LEAST_BYTES or not topology.has_rates or self.collectives.crossing is not None:
+            return 0.0
+        return lower_bound(topology, Collective.ALL_REDUCE, num_bytes) / CostModel().payload_share
+
     def _num_sends(self, step: int) -> int:
         """Return how many rounds have begun by the end of a step, spread evenly over each period."""
         return (step - self._first_step) * len(self._fragments) // self._period.own_steps
@@ -340,7 +349,8 @@ class LocalStepsUpdater(PartyUpdater):
 
         Not while a rank ends, as it follows rounds and makes no steps.
         """
-        if not self._period.is_found or self._next_round % len(self._fragments) or bool(told[:, 0].any()):
+        is_within = self._next_round % len(self._fragments) and not self._period.is_foreseen
+        if not self._period.is_found or is_within or bool(told[:, 0].any()):
             return
         _, _, held_up_s, taken_s, num_steps = told[:, :_MOVED].T.tolist()
         if not self._period.judge(held_up_s=held_up_s, taken_s=taken_s, num_steps=num_steps, party=self._told_party):
