@@ -82,7 +82,7 @@ def test_a_compiled_part_that_is_missing(monkeypatch):
     monkeypatch.setattr(importlib.machinery, "EXTENSION_SUFFIXES", [".none"])
     finding = doctor.check_compiled()
     assert (finding.verdict, finding.what) == (Verdict.LACKING, "missing: no job of several ranks can start")
-    assert "pip install --force-reinstall syncline" in finding.remedy
+    assert "pip install --force-reinstall --no-deps ." in finding.remedy
 
 
 def test_programs_can_read_the_findings():

@@ -90,6 +90,7 @@ def test_it_prints_what_it_found_for_programs() -> None:
         (["--hosts", "127.0.0.1,no..host"], "'no..host' cannot be resolved"),
         (["--hosts", "127.0.0.1,127.0.0.2", "--listen"], "give one of them"),
         (["--ports", "1-2"], "--ports says which ports of --hosts are tried"),
+        (["--secret-file", "secret"], "--secret-file is the secret of --path, --listen and --hosts"),
     ],
 )
 def test_what_it_cannot_do_it_says(given: list[str], error: str) -> None:

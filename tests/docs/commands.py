@@ -100,7 +100,7 @@ def _check_pip(words: Sequence[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     what = rf"\.|dist/syncline-{re.escape(project['version'])}-[a-z0-9_-]+\.whl|syncline(\[(?P<extra>[a-z]+)\])?"
     _check_equal(words[:2], ["pip", "install"])
-    for word in filter(lambda word: word != "--force-reinstall", words[2:]):
+    for word in filter(lambda word: word not in ("--force-reinstall", "--no-deps"), words[2:]):
         found = re.fullmatch(what, word)
         assert found, f"no rule for pip install {word}"
         extra = found["extra"]

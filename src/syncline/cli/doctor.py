@@ -155,8 +155,7 @@ def check_compiled() -> Finding:
         "compiled part",
         is_built,
         "built" if is_built else "missing: no job of several ranks can start",
-        "pip install --force-reinstall syncline, with a C++ compiler: Debian's g++, or "
-        "'pip install ziglang' and CXX='python -m ziglang c++'",
+        "'pip install --force-reinstall --no-deps .' in the clone, or with a wheel in place of the dot",
         otherwise=Verdict.LACKING,
     )
 
@@ -272,6 +271,8 @@ def doctor(
             raise typer.Exit(show_path(path, as_json=as_json, key=key))
         listen_for_probes(port, for_s=for_s, key=key)
         return
+    if secret_file is not None:
+        raise ConfigurationError("--secret-file is the secret of --path, --listen and --hosts; give one of them too")
     findings = diagnose()
     told = [asdict(finding) | {"verdict": finding.verdict.value} for finding in findings]
     answer(told, partial(_show_table, findings), as_json=as_json)

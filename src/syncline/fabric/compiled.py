@@ -14,8 +14,8 @@ def check_compiled() -> None:
     except ImportError as error:
         raise ConfigurationError(
             f"Ranks talk over TCP in compiled code, which this installation lacks ({error}); run "
-            "'pip install --force-reinstall syncline' where there is a C++ compiler: Debian's g++, or 'pip install "
-            "ziglang' and CXX='python -m ziglang c++'. It runs on Linux, on x86-64 and aarch64"
+            "'pip install --force-reinstall --no-deps .' in the clone, or name a wheel in place of the dot; where no "
+            "C++ compiler is, pip brings one. It runs on Linux, on x86-64 and aarch64"
         ) from error
 
 
