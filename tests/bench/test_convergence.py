@@ -296,7 +296,7 @@ def test_a_site_at_half_speed_makes_half_of_the_steps_at_its_own_pace(tiny, tmp_
     ("arguments", "message"),
     [
         (["--task", "chess"], r"--task must be of gpt, .*got chess"),
-        (["--method", "Adam"], r"--method must be of ddp, AllReduce, Sharded, .*got Adam"),
+        (["--method", "Adam"], r'--method must be of ddp, AllReduce, Sharded, .*, LocalSteps, "LocalSteps, .*got Adam'),
         (["--compute", "0s"], r"--compute is what a rank computes in a step, more than 0, not '0s'"),
     ],
 )

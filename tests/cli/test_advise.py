@@ -299,7 +299,9 @@ def test_a_trace_takes_the_place_of_a_model(tmp_path):
     assert shown["traced"]["step_s"] == pytest.approx(0.015)
     assert {"AllReduce()", "Sharded()", RING} <= {rule["name"] for rule in shown["rules"]}
     assert json.loads(ask("flat-8", "--compute", "1 s", "--json"))["compute_s"] == pytest.approx(1)
-    assert "in the trace a step took 15 ms" in " ".join(ask().split())
+    told = " ".join(ask().split())
+    assert "in the trace a step took 15 ms" in told
+    assert "1 MiB of parameters in 1 bucket, 2 ranks" in told
     assert "give one of --model and --trace" in ask("--model", "m:make")
     make_job(tmp_path / "trace", 1, synchronous(12))
     (tmp_path / "trace" / "trace-1.json").unlink()

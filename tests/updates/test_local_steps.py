@@ -212,7 +212,8 @@ def test_training_equals_a_replay_in_one_process(
         assert torch.equal(ended, parameters_of(model))
         assert iteration == max(num_steps)
         assert statistics.num_rounds == alone.num_rounds
-        assert f"{alone.num_rounds} rounds in" in str(statistics)
+        told = f"{alone.num_rounds} rounds in {statistics.num_steps} steps, period {rule.period}, "
+        assert str(statistics).startswith(told)
 
 
 @pytest.mark.parametrize("rule", [LocalSteps(period=4), LocalSteps(period=4, fragments=1, outer=Nesterov())])

@@ -133,4 +133,9 @@ def choose_peers(experiment: Experiment, asked: Iterable[str]) -> tuple[str, ...
 def check_known(option: str, names: Iterable[str], known: Iterable[str], more: str = "") -> None:
     """Raise :class:`ConfigurationError` if an option names what is not known; ``more`` is said of what it may name."""
     if unknown := [name for name in names if name not in known]:
-        raise ConfigurationError(f"{option} must be of {', '.join(known)}{more}, got {', '.join(unknown)}")
+        raise ConfigurationError(f"{option} must be of {listed(known)}{more}, got {listed(unknown)}")
+
+
+def listed(names: Iterable[str]) -> str:
+    """Join names by commas, those in quotes that have one themselves."""
+    return ", ".join(f'"{name}"' if "," in name else name for name in names)

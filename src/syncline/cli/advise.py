@@ -24,7 +24,7 @@ from syncline.report.job_trace import read_job_trace
 from syncline.report.step_profile import TracedSteps, read_steps
 from syncline.report.terminal import answer
 from syncline.topology import Topology
-from syncline.units import format_duration, format_size
+from syncline.units import counted, format_duration, format_size
 
 app = new_app()
 LONGEST_LINE, LINK_WIDTH, FITS_WIDTH = 29, 10, 80
@@ -111,7 +111,7 @@ def advise(
 def _check(network: Topology | None) -> Topology:
     """Return a network of which something can be predicted, or raise :class:`ConfigurationError`."""
     if network is None:
-        raise ConfigurationError("name a TOPOLOGY: without --trace nobody else does, and rank 0's part of it tells it")
+        raise ConfigurationError("name a TOPOLOGY: only a trace tells one by itself, in rank 0's part of it")
     if not network.has_rates or network.num_ranks == 1:
         raise ConfigurationError(
             f"topology {network.name!r} has one rank, or no link with a rate, so that nothing can be predicted; give "
@@ -174,7 +174,7 @@ def show(advice: Advice, batch: int | None, traced: TracedSteps | None, console:
     if traced is not None:
         how = f"in the trace a step took {format_duration(traced.step_s)}, and rank {traced.rank} computed longest"
     console.print(
-        f"{format_size(sum(advice.num_bytes))} of parameters in {len(advice.num_bytes)} buckets, "
+        f"{format_size(sum(advice.num_bytes))} of parameters in {counted(len(advice.num_bytes), 'bucket')}, "
         f"{advice.topology.num_ranks} ranks; a step computes for {format_duration(advice.compute_s)}\n"
         f"{advice.processors}; {how}\n"
     )

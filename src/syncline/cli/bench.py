@@ -39,6 +39,7 @@ from syncline.bench.task import (
     Task,
     check_known,
     choose_peers,
+    listed,
 )
 from syncline.cli.commands import make_folder, new_app, parse_compute, spread, writing
 from syncline.cli.lab import LabOptions
@@ -149,7 +150,7 @@ class ConvergenceSettings:
         list[str] | None, typer.Option("--task", metavar="NAME", help=f"Of {', '.join(TASKS)}; repeat it.")
     ] = None
     methods: Annotated[
-        list[str] | None, typer.Option("--method", metavar="NAME", help=f"Of {', '.join(GROUPS)}; repeat it.")
+        list[str] | None, typer.Option("--method", metavar="NAME", help=f"Of {listed(GROUPS)}; repeat it.")
     ] = None
     seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Trainings of each, from 0 on.")] = 3
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Of synchronous training, whose loss is the goal.")] = (

@@ -184,7 +184,8 @@ def plan(
     root: Annotated[int, typer.Option(metavar="RANK", help="Who holds the data of a broadcast.")] = 0,
     portions: Annotated[str, typer.Option(metavar="balanced|fastest|CAP", help=PORTIONS_HELP)] = "balanced",
     spares: Annotated[
-        int, typer.Option(min=0, max=1, help="How many other ranks keep each range of a sharded step, too.")
+        int,
+        typer.Option(metavar="N", min=0, max=1, help="How many other ranks keep each range of a sharded step, too."),
     ] = 0,
     replicate: Annotated[
         str | None,

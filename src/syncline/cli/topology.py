@@ -173,6 +173,8 @@ def measure(
         check_place(output, "--output")
     with syncline.init("measure") as fleet:
         if fleet.rank == 0:
+            if len(fleet.topology.hosts) == 1:
+                print("# all ranks are on one host: nothing was measured; start it on several at once", file=sys.stderr)
             print(fleet.topology.render())
             if output is not None:
                 _write(fleet.topology, output)

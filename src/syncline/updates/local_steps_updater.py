@@ -178,7 +178,7 @@ class LocalStepsStatistics:
         """One line for people."""
         left_out = f", {self.num_left_out} without this party" if self.num_left_out else ""
         waits = f"{self.num_waits} waited for: {self.waited_s:.1f} s"
-        return f"{self.num_rounds} rounds in {self.num_steps} steps{left_out}, {waits}"
+        return f"{self.num_rounds} rounds in {self.num_steps} steps, period {self.period}{left_out}, {waits}"
 
 
 class LocalStepsUpdater(PartyUpdater):
