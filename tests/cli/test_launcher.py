@@ -207,10 +207,10 @@ def test_what_cannot_be_started_is_refused_with_a_reason(said, error, message):
 class Launcher:
     """``syncline run`` in a process of its own, for signals."""
 
-    def __init__(self, script, tmp_path, *options):
+    def __init__(self, script, tmp_path, *options, under=()):
         path = tmp_path / "script.py"
         path.write_text("import os, signal, sys\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(script))
-        command = [sys.executable, "-m", "syncline.cli.main", "run", "--ranks", "2", *options, str(path)]
+        command = [*under, sys.executable, "-m", "syncline.cli.main", "run", "--ranks", "2", *options, str(path)]
         self.temporary = tmp_path / "temporary"
         self.temporary.mkdir(exist_ok=True)
         environment = os.environ | {"TMPDIR": str(self.temporary)}
@@ -282,6 +282,21 @@ def test_ranks_that_fail_when_they_are_told_to_end_are_reported(saves, tmp_path)
     assert error.endswith(report) if not saves else "the job failed" not in error
 
 
+def test_under_nohup_a_job_goes_on_when_its_terminal_is_closed(tmp_path):
+    script = """
+    signal.signal(signal.SIGUSR2, lambda *_: print("heard", flush=True))
+    print("ready")
+    while True: signal.pause()
+    """
+    launcher = Launcher(script, tmp_path, under=["nohup"])
+    launcher.lines(2)
+    launcher.process.send_signal(signal.SIGHUP)
+    launcher.process.send_signal(signal.SIGUSR2)  # which is heard after the other
+    assert launcher.lines(2) == ["[0] heard", "[1] heard"]
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.finish()[0] == 128 + signal.SIGTERM
+
+
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_die_with_their_launcher(tmp_path, signal_number):
     launcher = Launcher("print(os.getpid())\nwhile True: signal.pause()", tmp_path)
@@ -333,6 +348,19 @@ def test_a_reader_that_goes_away_ends_the_job(tmp_path):
     launcher.process.stdout.close()
     assert launcher.process.wait(timeout=DEADLINE_S) == 128 + signal.SIGPIPE
     launcher.process.stderr.close()
+
+
+def test_output_that_cannot_be_written_ends_and_the_job_goes_on():
+    error = io.StringIO()
+    with Path("/dev/full").open("w") as full:
+        request = Request(command=(sys.executable, "-c", "print('lost')"), num_ranks=2)
+        assert launch(request, terminal=Terminal(stdout=full, stderr=error)) == 0
+    assert error.getvalue() == "syncline: standard output ends here: No space left on device\n"
+
+
+def test_a_job_whose_standard_output_is_closed_ends(tmp_path):
+    launcher = Launcher("print('lost')", tmp_path, under=["sh", "-c", 'exec "$@" >&-', "sh"])
+    assert launcher.finish() == (0, "", "")
 
 
 def wait_until_ended(pid):

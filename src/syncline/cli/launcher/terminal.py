@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TextIO
 
 from syncline.cli.launcher.job import Job
@@ -20,8 +21,8 @@ class Terminal:
     """The launcher's output. ``is_broken`` tells that nobody reads it any more (``syncline run ... | head``)."""
 
     def __init__(self, *, stdout: TextIO | None = None, stderr: TextIO | None = None) -> None:
-        self._stdout = stdout or sys.stdout
-        self._stderr = stderr or sys.stderr
+        self._stdout = stdout or sys.stdout or _nowhere()
+        self._stderr = stderr or sys.stderr or _nowhere()
         self.is_broken = False
         self._shown: list[str] = []
         """Lines that stay below all others."""
@@ -64,10 +65,17 @@ class Terminal:
         try:
             stream.write(text)
             stream.flush()
-        except BrokenPipeError:
-            self.is_broken = True
+        except OSError as error:
+            self.is_broken = isinstance(error, BrokenPipeError)
             # Python flushes once more at exit, which would raise again
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            if not self.is_broken:  # a full disk must not end the job
+                self.say(f"standard output ends here: {error.strerror}", is_error=True)
+
+
+def _nowhere() -> TextIO:
+    """Open what takes the place of an output that is closed, for as long as this process lives."""
+    return Path(os.devnull).open("w")
 
 
 def labels(job: Job, *, is_in_lab: bool = False) -> Mapping[int, str]:
