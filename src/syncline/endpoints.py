@@ -85,7 +85,7 @@ def own_address(master_address: str | None, *, what: str = "MASTER_ADDR") -> str
         return None
     try:
         found = socket.getaddrinfo(master_address, 9, type=socket.SOCK_DGRAM)[0]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigurationError(
             f"{what} {master_address!r} cannot be resolved ({error}); give a name that this host knows, or an address"
         ) from error

@@ -118,9 +118,10 @@ def test_a_mark_beyond_six_bits_is_not_answered(responder):
         assert unseal(ANSWER, b"", sock.recv(PACKET_BYTES))[1] == 46
 
 
-def test_a_name_that_leads_nowhere():
+@pytest.mark.parametrize("name", ["no such host!", "no..host"])
+def test_a_name_that_leads_nowhere(name):
     with pytest.raises(ConfigurationError, match="cannot be resolved"):
-        probe_path("no such host!", 1, (46,))
+        probe_path(name, 1, (46,))
 
 
 def test_a_port_that_is_taken():

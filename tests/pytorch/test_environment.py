@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import syncline
 from syncline.endpoints import own_address
 from syncline.errors import ConfigurationError, TopologyError
+from syncline.pytorch import connecting
 from syncline.pytorch.connecting import is_discoverable, with_address
 from syncline.pytorch.environment import Arguments, read_environment
 from syncline.pytorch.init import init
@@ -88,8 +92,27 @@ def test_loopback_needs_no_address() -> None:
     assert own_address("localhost") is None
     assert own_address("::1") == "::1"
     assert own_address(None) is None
-    with pytest.raises(ConfigurationError, match="cannot be resolved"):
-        own_address("no such host!")
+    for name in ("no such host!", "no..host"):
+        with pytest.raises(ConfigurationError, match="cannot be resolved"):
+            own_address(name)
+
+
+def test_a_master_may_get_its_name_after_this_rank_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first pod of a Job that is scheduled later than the others."""
+    resolve, answers = socket.getaddrinfo, ["", "", "127.0.0.1", "127.0.0.1"]
+
+    def answer(name: str, *more: Any, **options: Any) -> Any:
+        if answers and (name := answers.pop(0)):
+            return resolve(name, *more, **options)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+    monkeypatch.setattr(connecting, "NAME_PAUSE_S", 0.0)
+    environment = read_environment(JOB | {"MASTER_ADDR": "digits-workers-0-0.digits"})
+    assert with_address(environment).fabric.address == "127.0.0.1"
+    environment = environment._replace(fabric=replace(environment.fabric, connect_s=0.01))
+    with pytest.raises(ConfigurationError, match=r"MASTER_ADDR 'digits-workers-0-0\.digits' cannot be resolved"):
+        with_address(environment)
 
 
 def test_init_twice_and_nonsense_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def probe_path(
     """Send each mark to the responder at ``host`` and return what became of it; at most ``TRIES * wait_s`` for each."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigurationError(f"'{host}' cannot be resolved ({error}); give a host name or an address") from error
     with open_mark_socket(family) as sock:
         try:

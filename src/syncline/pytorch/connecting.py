@@ -38,6 +38,8 @@ from syncline.variables import FLIGHT, REPORT, process_variables
 
 UNTOLD_S = 0.005
 """By so much a round trip may be longer than the topology says."""
+NAME_PAUSE_S = 0.5
+"""Between two questions for the master's name."""
 NO_PORT = 1
 """A meeting wants a port of each rank; in this one nobody listens yet."""
 
@@ -66,10 +68,29 @@ def with_address(environment: Environment) -> Environment:
 def _own_address(environment: Environment) -> str | None:
     """Return the address or interface that this rank was given, or from which it reaches the others."""
     if environment.interface is None and environment.world_size > 1:
-        return own_address(environment.master_address)
+        return _address_to(environment.master_address, environment.fabric.connect_s)
     if environment.interface is None and environment.join:
         return own_address(environment.join[0][0])
     return environment.interface
+
+
+def _address_to(master: str | None, timeout_s: float) -> str | None:
+    """Return the address from which this rank reaches the master, once that has a name: a pod's comes with the pod."""
+    end_s = time.monotonic() + timeout_s
+    with tell_if_long(f"waiting until MASTER_ADDR {master!r} can be resolved; check that it is rank 0's host"):
+        while _is_unknown(master) and time.monotonic() < end_s:
+            time.sleep(NAME_PAUSE_S)
+    return own_address(master)
+
+
+def _is_unknown(name: str | None) -> bool:
+    try:
+        socket.getaddrinfo(name, 9)
+    except socket.gaierror:
+        return True
+    except UnicodeError:  # it is no name at all
+        return False
+    return False
 
 
 def with_secret(options: FabricOptions) -> FabricOptions:
