@@ -131,8 +131,8 @@ class FabricClosedError(FabricError):
     >>> (alone,) = communicators_in_memory(1)
     >>> alone.close(); alone.barrier()
     Traceback (most recent call last):
-    syncline.errors.FabricClosedError: The communication loop 'syncline memory' is stopped, as its fleet was closed;
-        call syncline.init() again
+    syncline.errors.FabricClosedError: The communication loop 'syncline memory' is stopped, as its fleet or process
+        group was closed; call syncline.init() or init_process_group() again, and make anew what used the old one
     """
 
 

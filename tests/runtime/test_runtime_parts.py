@@ -8,7 +8,7 @@ from syncline.fabric.slice_executor import CALL_TAGS, Kind, check_tags_fit, firs
 from syncline.runtime import control
 from syncline.runtime.call import Description
 from syncline.runtime.dataflow import compile_dataflow
-from syncline.runtime.failures import find_culprits, wait_for
+from syncline.runtime.failures import find_culprits, heard_from, wait_for
 from syncline.runtime.same_calls import EarlyQuota, SameCalls
 from syncline.schedule import Phase, Receive, Send
 
@@ -155,6 +155,14 @@ def test_ranks_are_named_for_people():
     assert wait_for([5, 6], "it") == "ranks 5 and 6 wait for it"
     assert wait_for([5], "it") == "rank 5 waits for it"
     assert wait_for([], "it") == "no rank waits for it"
+
+
+def test_a_loss_that_another_rank_tells_names_it_once_as_it_may_live():
+    lost = control.Failure(reason="peer lost", text="rank 1 sent nothing for 10.0 s", rank=1)
+    here = heard_from(lost, 2, "rank {}".format)
+    assert (here.text, here.is_hearsay) == (f"{lost.text} (as rank 2 reports)", True)
+    assert heard_from(here, 3, "rank {}".format).text == here.text
+    assert heard_from(lost, 1, "rank {}".format) == lost
 
 
 def test_control_messages_survive_the_wire():

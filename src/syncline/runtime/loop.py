@@ -104,7 +104,8 @@ class CommunicationLoop:
         self.check_process()
         if self._loop is None:
             raise FabricClosedError(
-                f"The communication loop {self._name!r} is stopped, as its fleet was closed; call syncline.init() again"
+                f"The communication loop {self._name!r} is stopped, as its fleet or process group was closed; call "
+                "syncline.init() or init_process_group() again, and make anew what used the old one"
             )
         return self._loop
 
