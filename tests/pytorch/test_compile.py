@@ -10,6 +10,7 @@ import torch
 from oracle_models import CASES, copies, loss_of
 from torch import nn
 
+from syncline.errors import UpdateError
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.updates import AllReduce, Sharded, UpdateRule
@@ -65,3 +66,61 @@ def test_a_compiled_model_takes_the_same_steps(rule: UpdateRule, how: str, run_f
     run_fleets(1, body)
     for ours, theirs in zip(model.parameters(), template.parameters(), strict=True):
         torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "rule", [Sharded(bucket_bytes=1000), AllReduce(bucket_bytes=1000)], ids=["sharded", "all_reduce"]
+)
+@pytest.mark.parametrize("what", ["recompiled", "backward", "step"])
+def test_what_is_compiled_meets_gradients(rule: UpdateRule, what: str, run_fleets: Any) -> None:
+    """It is compiled anew while ``p.grad`` is there, or runs the backward pass itself, or the whole step."""
+    template = CASE.make()
+    (model,) = copies(template, 1)
+    train(template, sgd(template))
+
+    def body(fleet: Fleet) -> None:
+        distributed, optimizer = distribute(model, sgd(model), rule, fleet=fleet)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+        def backward(inputs: torch.Tensor, targets: torch.Tensor) -> None:
+            loss_of(distributed, inputs, targets).backward()
+
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> None:
+            scaler.scale(loss_of(distributed, inputs, targets)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+        compiled: Any = torch.compile(
+            {"recompiled": distributed, "backward": backward, "step": step}[what], backend=BACKEND
+        )
+        for inputs, targets in BATCHES:
+            if what == "recompiled":
+                loss_of(compiled, inputs, targets).backward()
+                torch.compiler.reset()
+                compiled(inputs)
+            else:
+                compiled(inputs, targets)
+            if what != "step":
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.synchronize()
+
+    run_fleets(1, body)
+    for ours, theirs in zip(model.parameters(), template.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-11, atol=1e-12)
+
+
+def test_compiled_autograd_is_refused(run_fleets: Any) -> None:
+    def body(fleet: Fleet) -> None:
+        model = nn.Linear(2, 1)
+        distribute(model, sgd(model), fleet=fleet)
+
+        def backward() -> None:
+            model(torch.ones(3, 2)).sum().backward()
+
+        refused = pytest.raises(UpdateError, match=r"leave torch\._dynamo\.config\.compiled_autograd off")
+        with torch._dynamo.config.patch(compiled_autograd=True), refused:
+            torch.compile(backward, backend=BACKEND)()
+
+    run_fleets(1, body)

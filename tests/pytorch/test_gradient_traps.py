@@ -204,6 +204,32 @@ def test_grad_scaler_skips_on_all_ranks_together(rule: UpdateRule, run_fleets: A
 
 
 @by_rule
+def test_a_scaler_meets_a_parameter_without_elements(rule: UpdateRule, run_fleets: Any) -> None:
+    def body(fleet: Fleet) -> list[float]:
+        model = nn.ParameterList([torch.zeros(0), torch.ones(2)])
+        model, optimizer = distribute(model, torch.optim.SGD(model.parameters(), lr=1.0), rule, fleet=fleet)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(sum(one.sum() for one in model)).backward()
+        scaler.step(optimizer)
+        optimizer.synchronize()
+        return list(map(float, model[1].detach()))
+
+    assert run_fleets(2, body) == [[0.0, 0.0]] * 2
+
+
+@by_rule
+def test_the_norm_of_complex_gradients_is_real(rule: UpdateRule, run_fleets: Any) -> None:
+    def body(fleet: Fleet) -> list[torch.Tensor]:
+        model = nn.ParameterList([torch.tensor([3j, 4.0])])
+        distribute(model, torch.optim.SGD(model.parameters(), lr=1.0), rule, fleet=fleet)
+        (model[0].abs().square().sum() / 2).backward()
+        return [model[0].grad.norm(), torch.linalg.vector_norm(model[0].grad)]
+
+    for norms in run_fleets(2, body):
+        assert [(norm.dtype, float(norm)) for norm in norms] == [(torch.float32, 5.0)] * 2
+
+
+@by_rule
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_of_the_model(rule: UpdateRule, set_to_none: bool, run_fleets: Any) -> None:
     def together(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
@@ -460,7 +486,8 @@ def test_clipping_each_parameter_by_its_own_norm(rule: UpdateRule, run_fleets: A
         model, optimizer = distribute(model, torch.optim.SGD(model.parameters(), lr=1.0), rule, fleet=fleet)
         model(torch.ones(2, 3) * (1 + fleet.rank)).square().sum().backward()
         assert model.weight.grad is not None
-        norms = [float(model.weight.grad.norm()), float(torch.nn.utils.get_total_norm([model.weight.grad]))]
+        norms = [float(norm) for norm in (model.weight.grad.norm(), torch.norm(model.weight.grad))]
+        norms.append(float(torch.nn.utils.get_total_norm([model.weight.grad])))
         clip_by_parameter(model.weight)
         optimizer.step()
         return [*norms, *model.weight.detach().flatten().tolist()]
@@ -471,4 +498,4 @@ def test_clipping_each_parameter_by_its_own_norm(rule: UpdateRule, run_fleets: A
     norm = plain.grad.norm()
     wanted = plain.detach() - plain.grad * (plain.detach().norm() * 0.01 / norm)
     for found in run_fleets(2, body):
-        assert found == pytest.approx([float(norm), float(norm), *wanted.flatten().tolist()], rel=1e-5)
+        assert found == pytest.approx([*[float(norm)] * 3, *wanted.flatten().tolist()], rel=1e-5)

@@ -194,3 +194,26 @@ def test_ranks_whose_other_parameters_differ_are_told(rule: UpdateRule, is_froze
 
     for text in run_fleets(WORLD, body):
         assert "rank 1: it has 'parameter 0.weight: norm" in text
+        assert "distribute() the model once more" in text
+
+
+@pytest.mark.parametrize("rule", [AllReduce(), Sharded(), LocalSteps()], ids=["all", "sharded", "local"])
+@pytest.mark.parametrize("is_new", [False, True])
+def test_where_others_are_frozen_what_came_later_is_refused(rule: UpdateRule, is_new: bool, run_fleets: Any) -> None:
+    """A new head, or a layer that was frozen at ``distribute()``, with an optimizer that nobody was given."""
+
+    def body(fleet: Fleet) -> None:
+        model = make()
+        model[0].requires_grad_(False)
+        distribute(model, torch.optim.SGD(model[2].parameters(), lr=0.1), rule, fleet=fleet)
+        model[2].requires_grad_(False)
+        if is_new:
+            model.append(nn.Linear(2, 1))
+        else:
+            model[0].requires_grad_(True)
+        with pytest.raises(
+            UpdateError, match=r"'[30]\.(weight|bias)' got a gradient, but came into .* once more, with"
+        ):
+            model(batches(1)[0]).square().mean().backward()
+
+    run_fleets(WORLD, body)

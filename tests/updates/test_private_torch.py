@@ -188,7 +188,8 @@ def test_state_hooks_are_called_that_were_registered_and_may_change_the_state(
 
 
 def test_properties_without_a_value_are_those_of_tensors() -> None:
-    assert all(hasattr(torch.Tensor, name) for name in private_torch.UNVALUED_PROPERTIES)
+    names = (*private_torch.UNVALUED_PROPERTIES, *private_torch.DESCRIBED)
+    assert all(hasattr(torch.Tensor, name) for name in names)
 
 
 def test_a_scaler_asks_a_subclass_by_the_name_that_is_known() -> None:

@@ -38,7 +38,13 @@ from syncline.pytorch.samples import ForwardPass, SampleCount
 from syncline.pytorch.watch import StepWatch
 from syncline.updates.bucket import Bucket, Slot, placed
 from syncline.updates.control import ControlStream
-from syncline.updates.private_torch import at_end_of_backward, backward_pass, tree_leaves
+from syncline.updates.private_torch import (
+    at_end_of_backward,
+    backward_pass,
+    is_backward_compiled,
+    tree_leaves,
+    uncompiled,
+)
 from syncline.updates.report import LocalReports, PendingReport, StepReports
 from syncline.updates.rule import Updater
 
@@ -154,6 +160,7 @@ class GradientCollector:
         self._nodes.append(node)  # a parameter keeps its node only as long as somebody else does
         self._handles.append(node.register_hook(hook))
 
+    @uncompiled
     def _on_output(self, forward: ForwardPass, _: torch.Tensor) -> None:
         task = backward_pass()
         self._samples.reach(forward, task)
@@ -163,6 +170,12 @@ class GradientCollector:
 
     def _begin_task(self, task: int) -> None:
         if self._outer_task == -1:
+            if is_backward_compiled():
+                raise UpdateError(
+                    "Compiled autograd runs this backward pass, and tells nobody of its end, so gradients would stay "
+                    "this rank's own; leave torch._dynamo.config.compiled_autograd off: torch.compile() of a model "
+                    "compiles its backward pass without it"
+                )
             self._outer_task = task
             at_end_of_backward(self._on_end)
 
@@ -172,6 +185,7 @@ class GradientCollector:
             self._progress.enter(BACKWARD)
             at_end_of_backward(self._progress.leave)
 
+    @uncompiled
     def _on_gradient(self, bucket: Bucket, slot: Slot, parameter: torch.nn.Parameter, _: Any, __: Any) -> None:
         if parameter.grad is None:  # autograd came here with nothing
             return
@@ -194,6 +208,7 @@ class GradientCollector:
             if self._has_learnt and self._remaining[index] == 0:
                 self._leave(bucket, is_early=self.last_weight > 0)
 
+    @uncompiled
     def _on_outside(self, parameter: torch.nn.Parameter, _: Any, __: Any) -> None:
         if self._outside.note(parameter) and self.is_synchronised and not self._is_running:
             self._begin_first()
@@ -268,10 +283,13 @@ class GradientCollector:
             if self._fired[slot.position]:
                 parameter.grad = None
 
+    @uncompiled
     def _on_end(self) -> None:
         self._outer_task = -1
         if self._is_running:
             self._finish()
+        else:
+            self._outside.check_known()
 
     def _finish(self) -> None:
         has_left = [self._has_learnt and remaining == 0 for remaining in self._remaining]

@@ -50,6 +50,10 @@ SAME_STEPS = (
     "(Processors of different kinds may round differently: then use Sharded(), where each element is stepped on "
     "one rank, or check_every=None)"
 )
+SAME_OTHERS = (
+    "No optimizer that was given to distribute() has these parameters: distribute() the model once more, with one that "
+    "has them, or write into them as all other ranks do"
+)
 
 
 def describe_hyperparameters(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -109,7 +113,7 @@ class Consistency:
                 (slot.name, bucket.parameters[slot.start : slot.stop]) for bucket, slot, _ in placed(updater.buckets)
             ]
             lines = [*_describe_values(own_slots), *_describe_values(others.items())]
-            check_agreement(lines, control, head=head, remedy=SAME_STEPS)
+            check_agreement(lines, control, head=head, remedy=SAME_STEPS if bool(differ[1]) else SAME_OTHERS)
 
     def _others(self) -> dict[str, torch.Tensor]:
         """Return what the model has beside what is in buckets; another training compares what it trains itself."""

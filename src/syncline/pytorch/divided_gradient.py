@@ -21,14 +21,15 @@ from torch import nn
 from syncline.errors import UpdateError
 from syncline.updates.bucket import Slot, placed
 from syncline.updates.inner import NOT_DIVIDED
-from syncline.updates.private_torch import UNSCALE, tensor_without_memory
+from syncline.updates.private_torch import DESCRIBED, UNSCALE, tensor_without_memory, uncompiled
 from syncline.updates.rule import Updater
 
 _METADATA = frozenset(
     {
         "dtype", "device", "shape", "layout", "is_sparse", "is_leaf", "requires_grad", "is_cuda", "is_cpu", "ndim",
         "grad_fn", "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "element_size", "nelement",
-        "is_contiguous",
+        "is_contiguous", "is_nested", "is_mkldnn", "is_inference", "is_conj", "is_neg", "storage_offset",
+        "untyped_storage", "grad", *DESCRIBED,
     }
 )  # fmt: skip
 
@@ -72,6 +73,7 @@ class DividedGradient(torch.Tensor):
         return f"<combined gradient of {self.slot.name}, divided between the ranks>"
 
     @classmethod
+    @uncompiled
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -89,6 +91,7 @@ class DividedGradient(torch.Tensor):
         raise _refusal(name)
 
     @classmethod
+    @uncompiled
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
@@ -132,13 +135,16 @@ def _norm(
     p: Any = 2.0,
     dim: Any = None,
     keepdim: bool = False,
+    out: None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
+    if out is not None:
+        raise _refusal("A norm with out=")
     if (dim is not None and len(_dimensions(dim)) != gradient.dim()) or keepdim:
         raise _refusal(f"A norm by rows or columns (dim={dim!r}, keepdim={keepdim})")
     order = 2.0 if p in {"fro", None} else float(p)
     value: torch.Tensor = gradient.divided.norms(order)[gradient.slot.position]
-    return value.to(gradient.device, dtype or gradient.dtype)
+    return value.to(gradient.device, dtype or gradient.dtype.to_real())
 
 
 def _dimensions(dim: Any) -> tuple[int, ...]:
@@ -171,12 +177,14 @@ def _divide(gradient: DividedGradient, divisor: Any, *, rounding_mode: str | Non
     return _multiply(gradient, 1.0 / number)
 
 
-def _check_and_unscale(
-    gradients: Sequence[DividedGradient], found_inf: torch.Tensor, inverse_scale: torch.Tensor
-) -> None:
-    """Do what ``GradScaler`` asks: tell of infinities on any rank, and multiply all gradients."""
-    divided = gradients[0].divided
-    positions = [gradient.slot.position for gradient in gradients]
+def _check_and_unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """Do what ``GradScaler`` asks: tell of infinities on any rank, and multiply all gradients.
+
+    Those of parameters without elements are not divided, and say nothing.
+    """
+    stand_ins = [gradient for gradient in gradients if isinstance(gradient, DividedGradient)]
+    divided = stand_ins[0].divided
+    positions = [gradient.slot.position for gradient in stand_ins]
     if divided.has_nonfinite(positions):
         found_inf.fill_(1.0)
     divided.scale(float(inverse_scale), positions)

@@ -25,7 +25,7 @@ from syncline.runtime.control import Tally
 from syncline.runtime.failures import STEP
 from syncline.updates.class_tuner import TunerStatistics
 from syncline.updates.inner import NOT_DIVIDED
-from syncline.updates.private_torch import call_state_hooks, call_with_step_hooks, note_step
+from syncline.updates.private_torch import call_state_hooks, call_with_step_hooks, note_step, uncompiled
 
 _MODES = frozenset({"train", "eval"})
 """Methods of schedule-free optimizers, which have other parameters in evaluation than in training."""
@@ -134,6 +134,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._is_complete:
             raise UpdateError(f"optimizer.{name} cannot be set after distribute(), where nobody reads it; {remedy}")
 
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters of all ranks; every rank calls it. A rank that ran no backward pass has no weight.
 
@@ -233,6 +234,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UpdateError("Members change only in an elastic job: distribute(..., elastic=True)")
         recovery.watch(function)
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients (``p.grad`` is None then), or make them zeros; also those that no step has used."""
         self.training.zero_grad(set_to_none=set_to_none)

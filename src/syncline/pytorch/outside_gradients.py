@@ -104,6 +104,18 @@ class OutsideGradients:
         self._fresh.add(parameter)
         return True
 
+    def check_known(self) -> None:
+        """Raise :class:`UpdateError` if a parameter that no training knows has got a gradient: of this rank alone."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is None or not parameter.requires_grad or parameter in self._own:
+                continue
+            if parameter.numel() and parameter not in self.candidates and parameter not in all_trained():
+                raise UpdateError(
+                    f"Parameter {name!r} got a gradient, but came into the model after distribute(), or was frozen "
+                    "then, so its gradient would stay this rank's own; distribute() the model once more, with an "
+                    "optimizer that has it"
+                )
+
     def average(self, weight: float) -> None:
         """End a pass in which this rank's gradients have this weight; every rank calls it."""
         parameters, control = self._parameters(), self._updater.collectives.control

@@ -448,8 +448,8 @@ class Training:
             for parameter in group["params"]:
                 if parameter.requires_grad and parameter not in self.tensors and parameter.numel():
                     raise UpdateError(
-                        f"{_describe(parameter, self.model)} was frozen at distribute() and requires a gradient now. "
-                        "Unfreeze it before distribute(), and freeze it again after that until it is to be trained; or "
+                        f"{_describe(parameter, self.model)} was frozen at distribute() or is new, and requires a "
+                        "gradient. Unfreeze it before, and freeze it again after that until it is to be trained; or "
                         "leave it out of this optimizer, and distribute() the model with a second one, which has it, "
                         "once it is unfrozen"
                     )

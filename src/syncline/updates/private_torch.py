@@ -6,6 +6,7 @@ changed one is found out by its name. Where a public name serves, it is used whe
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -52,6 +53,8 @@ Its reader loads whatever a pickle names; with these alone, nothing else can be 
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 """The function by which ``torch.amp.GradScaler`` asks gradients for infinities, as a tensor subclass is told of it."""
 
+DESCRIBED = ("_is_view",)
+"""What ``torch.compile`` asks, beside public names, of each parameter's gradient when it describes the parameter."""
 
 SCALED = "grad_scale"
 """What ``torch.amp.GradScaler`` sets on an optimizer that it lets step with scaled gradients, while that steps."""
@@ -83,6 +86,15 @@ def is_in_node() -> bool:
     return torch._C._current_autograd_node() is not None
 
 
+def is_backward_compiled() -> bool:
+    """Whether compiled autograd runs the backward pass that calls this thread's hooks.
+
+    It calls nobody :func:`at_end_of_backward`. ``torch.compiler.is_compiling()`` says no while its code runs.
+    """
+    module = sys.modules.get("torch._dynamo.compiled_autograd")  # it is there once it has been used
+    return module is not None and bool(module.in_compiled_autograd_region)
+
+
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call ``function`` when the backward pass that is under way ends, on the thread that began it.
 
@@ -111,12 +123,14 @@ def tree_map(function: Callable[[Any], Any], values: Any) -> Any:
 def uncompiled(method: Method) -> Method:
     """Let ``torch.compile`` leave ``method``, and what it calls, alone when compiled code comes to call it.
 
-    DDP's reducer calls Python process groups from C++, within the compiled forward pass, and the compiler follows.
+    DDP's reducer calls Python process groups from C++, within the compiled forward pass, and the compiler follows; so
+    it does into hooks, where the code that is compiled runs a backward pass. What it compiles ends before a call.
     ``torch.compiler.disable`` does the same; but it imports the compiler, for two seconds, in each job that has none.
     """
     skip = eval_frame._FrameAction.SKIP
     code: CodeType = method.__code__
     eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+    method._torchdynamo_disable = True  # type: ignore[attr-defined]
     return method
 
 
