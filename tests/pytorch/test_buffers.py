@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from syncline.errors import UpdateError
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.updates import AllReduce, Sharded, UpdateRule
@@ -186,3 +187,22 @@ def test_without_broadcasts_each_rank_keeps_its_own_from_the_same_start_as_in_dd
         return model.seen
 
     assert run_fleets(2, body) == [[0, 1, 2], [0, 2, 4]]
+
+
+@pytest.mark.parametrize(
+    ("buffer", "words"),
+    [
+        (torch.eye(3).to_sparse(), "Buffer 'odd' is torch.sparse_coo"),
+        (torch.arange(3).expand(2, 3), "Several elements of buffer 'odd' lie in the same memory"),
+        (nn.LazyBatchNorm1d().running_mean, "'odd' has no shape yet; call the module with a batch"),
+    ],
+    ids=["sparse", "expanded", "lazy"],
+)
+def test_a_buffer_that_cannot_be_sent_is_refused_by_name(buffer: torch.Tensor, words: str, run_fleets: Any) -> None:
+    def body(fleet: Fleet) -> None:
+        model = nn.Linear(1, 1)
+        model.register_buffer("odd", buffer)
+        with pytest.raises(UpdateError, match=words):
+            distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), fleet=fleet)
+
+    run_fleets(2, body)

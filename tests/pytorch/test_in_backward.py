@@ -213,6 +213,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module, DistributedOptimizer], Any], str]]
     "clip": (lambda _, optimizer: optimizer.clip_grad_norm_(1.0), "clip_grad_norm_"),
     "torch_clip": (clip_by_hand, "norm, scaling, clipping or GradScaler"),
     "scaler": (use_scaler, "norm, scaling, clipping or GradScaler"),
+    "zeros": (lambda _, optimizer: optimizer.zero_grad(set_to_none=False), r"zero_grad\(set_to_none=False\)"),
     "accumulate": (lambda model, _: loss_of(model, INPUTS, TARGETS).backward(), "several backward passes"),
     "drop_one": (drop_one, "gradients of some parameters to None"),
     "other_rate": (change_rate, "lr of parameter group 0 was 0.1 when backward.. began and is 0.5"),

@@ -53,6 +53,7 @@ UNFIT = {
         lambda: [nn.Linear(6, 3), nn.Sequential(nn.SyncBatchNorm(3))],
         "'0' of stage 1 is a SyncBatchNorm",
     ),
+    "no shape": (lambda: [nn.Linear(6, 6), nn.LazyLinear(3)], "'weight' of stage 1 has no shape yet"),
     "elsewhere": (lambda: [nn.Linear(6, 6, device="meta"), nn.Linear(6, 3)], "of stage 0 is torch.strided on meta"),
 }
 
@@ -63,6 +64,16 @@ def test_stages_that_cannot_take_turns(kind: str, run_fleets: Any) -> None:
     told = outcomes(run_fleets, lambda fleet: phase(make(), adam, loss=squared, fleet=fleet))
     assert any(message in one for one in told), told
     assert all(one.startswith(("UpdateError", "PeerLostError", "FabricClosedError")) for one in told), told
+
+
+def test_a_sparse_gradient_is_refused_by_name(run_fleets: Any) -> None:
+    def body(fleet: Any) -> None:
+        stages = [nn.Sequential(nn.Embedding(4, 6, sparse=True), nn.Flatten()), nn.Linear(6, 3)]
+        trainer = phase(stages, adam, loss=squared, fleet=fleet)
+        trainer.step(torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 3))
+
+    told = outcomes(run_fleets, body)
+    assert any("is torch.sparse_coo; make the layer with sparse=False" in one for one in told), told
 
 
 def test_an_odd_number_of_ranks(run_fleets: Any) -> None:

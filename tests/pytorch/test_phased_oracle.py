@@ -191,14 +191,15 @@ class Join(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.of_left = nn.Linear(5, 6).double()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
 
     def forward(self, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
         left, right, index = given
-        return self.of_left(left) + right[:, :6] * (index[:, None] + 1)
+        return self.scale * self.of_left(left) + right[:, :6] * (index[:, None] + 1)
 
 
 def test_tuples_frozen_and_unused_parameters(run_fleets: Any) -> None:
-    """An unused parameter is not decayed, and a frozen one is loaded and nothing else."""
+    """An unused parameter is not decayed, and a frozen one is loaded and nothing else; one is a number."""
     torch.manual_seed(2)
     stages = [Fork(), Join(), Fork(), Join(), nn.Linear(6, 3).double()]
     batches = make_batches(4, 2)

@@ -14,6 +14,7 @@ from syncline.errors import ConfigurationError, SynclineWarning, UpdateError
 from syncline.pytorch.control import batch_size
 from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
+from syncline.pytorch.samples import first_dimension
 from syncline.updates import AllReduce, Sharded, UpdateRule
 
 RULES: list[UpdateRule] = [Sharded(), AllReduce()]
@@ -116,6 +117,14 @@ def test_several_forward_passes_of_one_loss(rule: UpdateRule, run_fleets: Any) -
         (first.mean() + second.mean()).backward()
 
     assert run(run_fleets, rule, act, samples="batch") == [8.0, 8.0]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_number_before_the_batch_is_no_batch() -> None:
+    batch = torch.zeros(3, 2)
+    nested = torch.nested.nested_tensor([batch, batch], layout=torch.strided)
+    assert [first_dimension(torch.tensor(0.5), one) for one in (batch, nested)] == [3.0, 2.0]
+    assert first_dimension(torch.tensor(0.5), scale=2.0) == 1.0
 
 
 @by_rule

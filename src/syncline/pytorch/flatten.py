@@ -54,6 +54,24 @@ def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Na
     return {parameter: place for parameter, place in named.items() if parameter.requires_grad and parameter.numel()}
 
 
+def check_shapes(model: nn.Module, where: str = "") -> None:
+    """Raise :class:`UpdateError` for parameters that have no shape yet, and buffers that ranks could not be given."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise UpdateError(f"{name!r}{where} has no shape yet; call the module with a batch first")
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise UpdateError(
+                f"Buffer {name!r}{where} is {buffer.layout}, and only dense ones are made equal on all ranks; keep it "
+                "as a plain attribute of the module, or register its indices and values as buffers"
+            )
+        if any(size > 1 and not stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+            raise UpdateError(
+                f"Several elements of buffer {name!r}{where} lie in the same memory, as expand() leaves them, so it "
+                "cannot be given the values of rank 0; register a clone() of it"
+            )
+
+
 def check_parameters(named: Named) -> None:
     """Raise :class:`UpdateError` for parameters that cannot lie in a bucket."""
     if not named:

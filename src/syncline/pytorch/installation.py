@@ -29,7 +29,15 @@ from syncline.pytorch.consistency import (
 )
 from syncline.pytorch.control import check_untrained, offer_no_sync, withdraw_no_sync
 from syncline.pytorch.elastic_training import ElasticTraining, begin_elastic
-from syncline.pytorch.flatten import Named, check_parameters, check_storages, flatten, plan_model, trained_parameters
+from syncline.pytorch.flatten import (
+    Named,
+    check_parameters,
+    check_shapes,
+    check_storages,
+    flatten,
+    plan_model,
+    trained_parameters,
+)
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.optimizer_state import divide_existing_state
 from syncline.pytorch.outside_gradients import add_training, remove_training
@@ -275,6 +283,7 @@ def _start_rule(rule: UpdateRule, setting: Setting) -> Updater:
 def _checked_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, rule: UpdateRule) -> Named:
     """Return what is to be trained, if it can be."""
     check_layers(model, rule)
+    check_shapes(model)
     named = trained_parameters(model, optimizer)
     check_parameters(named)
     check_untrained(model, named)

@@ -123,10 +123,10 @@ class SampleCount:
 
 
 def first_dimension(*args: Any, **kwargs: Any) -> float:
-    """Return the first dimension of the first tensor among the arguments; 1 if there is none."""
+    """Return the first dimension of the first tensor among the arguments that has one; 1 if none has."""
     for value in (*tree_leaves(args), *tree_leaves(dict(kwargs))):
-        if isinstance(value, torch.Tensor):
-            return float(value.shape[0]) if value.dim() else 1.0
+        if isinstance(value, torch.Tensor) and value.dim():
+            return float(value.size(0))  # a nested tensor may have no shape
     return 1.0
 
 

@@ -72,7 +72,7 @@ class InBackwardUpdater(ShardedUpdater):
     @property
     def divided_gradients(self) -> DividedGradients:
         """Refuse: the update has begun."""
-        _refuse("a norm, scaling, clipping or GradScaler")
+        _refuse("a norm, scaling, clipping or GradScaler, or zero_grad(set_to_none=False),")
 
     def clip_grad_norm(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:  # noqa: ARG002
         """Refuse: the update has begun."""

@@ -17,7 +17,7 @@ from syncline.errors import ConfigurationError, UpdateError
 from syncline.priorities.settings import Priorities
 from syncline.pytorch.consistency import broadcast_tensors, check_agreement
 from syncline.pytorch.control import check_untrained
-from syncline.pytorch.flatten import Named, plan_model
+from syncline.pytorch.flatten import Named, check_shapes, plan_model
 from syncline.pytorch.fleet import Fleet
 from syncline.pytorch.sync_batch_norm import find_layers
 from syncline.schedule.pairs import find_pair, pair_ranks
@@ -70,7 +70,10 @@ def check_stages(stages: Iterable[nn.Module | MakeStage]) -> tuple[nn.Module | M
             raise UpdateError(
                 f"Stage {number} is a {type(stage).__name__}, neither a module nor a function that builds one"
             )
-        for name, parameter in stage.named_parameters() if isinstance(stage, nn.Module) else ():
+        if not isinstance(stage, nn.Module):
+            continue
+        check_shapes(stage, f" of stage {number}")
+        for name, parameter in stage.named_parameters():
             if owners.setdefault(parameter, number) != number:
                 raise UpdateError(
                     f"Parameter {name!r} of stage {number} belongs to stage {owners[parameter]} as well, but stages "
@@ -142,6 +145,7 @@ def _build(
             f"{name!r} of stage {number} is a SyncBatchNorm, but pairs do not synchronise statistics; use BatchNorm "
             "(each pair has its own statistics then), or GroupNorm"
         )
+    check_shapes(module, f" of stage {number}")
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.numel()}
     check_untrained(module, {parameter: (name, 0) for name, parameter in parameters.items()})
     for name, parameter in parameters.items():

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from syncline.errors import UpdateError
 from syncline.updates.bucket import Bucket, BucketPlan, Slot
 from syncline.updates.flat import Vector, VectorShape
 
@@ -101,6 +102,10 @@ class Stage:
     def _take_gradient(self, bucket: int, slot: Slot, parameter: torch.Tensor) -> None:
         """Add the gradient of one parameter in its place."""
         if self._gradients and parameter.grad is not None:
+            if parameter.grad.layout is not torch.strided:
+                raise UpdateError(
+                    f"The gradient of {slot.name!r} is {parameter.grad.layout}; make the layer with sparse=False"
+                )
             place = slot.view(self._gradients[bucket])
             place.add_(parameter.grad) if self.present[slot.position] else place.copy_(parameter.grad)
             self.present[slot.position] = True
@@ -137,7 +142,7 @@ class Stage:
 def ghost(parameter: torch.Tensor) -> torch.Tensor:
     """Return what stands for a parameter without memory: its shape, with one element for all, which is NaN."""
     value = float("nan") if parameter.dtype.is_floating_point or parameter.dtype.is_complex else 0
-    return torch.full((1,), value, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    return torch.full((), value, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
 def _shape(plans: Iterable[BucketPlan]) -> VectorShape:
