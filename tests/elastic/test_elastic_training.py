@@ -212,6 +212,26 @@ def test_a_checkpoint_is_whole_wherever_ranks_die_while_it_is_saved(death, tmp_p
     assert all(all(map(torch.equal, first, values)) for values in others)
 
 
+@pytest.mark.parametrize("death", [{2: 1}, {0: 2}, {1: 3}, {0: 3, 3: 2}])
+def test_a_job_that_loses_ranks_while_it_resumes_goes_on_from_the_checkpoint(death, tmp_path):
+    model = make_model("")
+    saved = [parameter.detach().clone() for parameter in model.parameters()]
+    syncline.save_checkpoint(tmp_path / "run", model)
+
+    def body(fleet, mortal):
+        model = make_model("")
+        nn.init.zeros_(model[0].weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = syncline.distribute(model, optimizer, syncline.AllReduce(), elastic=True, fleet=fleet)
+        with mortal():
+            assert syncline.resume(tmp_path / "run", model).path == tmp_path / "run"
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    lived = run_mortals(NUM_RANKS, death, body)
+    assert set(lived) == set(range(NUM_RANKS)) - set(death)
+    assert all(all(map(torch.equal, saved, values)) for values in lived.values())
+
+
 def test_a_loss_while_a_model_is_distributed_is_an_error():
     def body(fleet, mortal):
         model = make_model("")

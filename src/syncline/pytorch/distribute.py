@@ -16,7 +16,6 @@ from syncline.errors import CheckpointError, UpdateError
 from syncline.members import Elastic
 from syncline.observe import say
 from syncline.priorities.settings import Priorities
-from syncline.pytorch.checkpoint.group import again_if_members_change
 from syncline.pytorch.checkpoint.loading import resume_together
 from syncline.pytorch.checkpoint.saving import save_checkpoint
 from syncline.pytorch.consistency import DEFAULT_EVERY
@@ -121,7 +120,7 @@ def _let_go_back(optimizer: DistributedOptimizer, installation: Installation) ->
 
 def _load_newest(path: str | Path, model: nn.Module, optimizer: DistributedOptimizer) -> None:
     """Go back to the newest whole checkpoint on all ranks of an elastic job."""
-    if again_if_members_change(resume_together)(path, model, optimizer).path is None:
+    if resume_together(path, model, optimizer).path is None:
         raise CheckpointError(
             f"State of lost ranks is gone, and there is no checkpoint at {path} to go back to; save one now and then, "
             "or take Sharded(spares=1)"

@@ -24,7 +24,13 @@ from syncline.arguments import checked
 from syncline.errors import CheckpointError
 from syncline.observe import tell_if_long
 from syncline.pytorch.checkpoint import folder as place
-from syncline.pytorch.checkpoint.group import CheckpointGroup, Together, again_if_members_change, checkpoint_group_of
+from syncline.pytorch.checkpoint.group import (
+    CheckpointGroup,
+    MembersChangedError,
+    Together,
+    again_if_members_change,
+    checkpoint_group_of,
+)
 from syncline.pytorch.checkpoint.state import (
     MODEL_PREFIX,
     STATE_PREFIX,
@@ -156,6 +162,7 @@ def resume(
     return resume_together(path, model, optimizer, strict=strict, **parts)
 
 
+@again_if_members_change
 def resume_together(
     path: str | Path,
     model: nn.Module,
@@ -177,6 +184,8 @@ def resume_together(
         folder = target.parent / name
         try:
             found = together.run("cannot read the checkpoint", partial(_check, folder, group))
+        except MembersChangedError:
+            raise
         except CheckpointError as error:
             problems.append(str(error))
             continue
