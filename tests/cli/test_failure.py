@@ -39,8 +39,9 @@ def test_the_report_has_rank_host_code_traceback_and_the_others():
 def test_those_that_ended_alike_stand_in_one_line():
     names = {rank: f"rank {rank} (host a1)" for rank in range(20)}
     alike = [failure(rank, signal_number=15, was_signalled=True) for rank in range(3, 20)]
-    failures = [failure(2, signal_number=9), failure(0, code=1), failure(1, code=1), *alike]
-    tails = {rank: ["syncline.errors.PeerLostError: rank 2 (host a1) is gone"] for rank in range(2)}
+    failures = [failure(2, signal_number=9), *(failure(rank, code=1) for rank in (0, 1, 0)), *alike]
+    error = "syncline.errors.PeerLostError: rank 2 (host a1) is gone"
+    tails = {0: [error], 1: [f"{error} (as rank 0 (host a1) reports)"]}
     assert describe_failures(failures, names=names, tails=tails)[1:] == [
         "  then ranks 0 and 1: exit code 1: syncline.errors.PeerLostError: rank 2 (host a1) is gone",
         "  then ranks 3, 4, 5, 6, 7, 8, 9, 10 and 9 more: ended by the launcher (killed by SIGTERM)",

@@ -1,5 +1,6 @@
 """Options are checked when they are made, and a refusal says what to do."""
 
+import contextlib
 import socket
 
 import pytest
@@ -45,8 +46,9 @@ def test_addresses_are_literals_interfaces_or_names():
     assert resolve_address("::1") == "::1"
     assert resolve_address("lo") == "127.0.0.1"
     assert resolve_address("localhost") in {"127.0.0.1", "::1"}
-    with pytest.raises(ConfigurationError, match="nor an interface of this machine"):
-        resolve_address("no such thing")
+    for name in ("no such thing", "no..host"):
+        with pytest.raises(ConfigurationError, match="nor an interface of this machine"):
+            resolve_address(name)
 
 
 def test_an_address_of_another_machine_is_refused():
@@ -58,6 +60,9 @@ def test_a_congestion_control_that_the_kernel_lacks_is_refused():
     with pytest.raises(ConfigurationError, match=r"not 'nobodys' .*tcp_available.*modprobe tcp_nobodys"):
         open_listening_socket("127.0.0.1", FabricOptions(congestion="nobodys"))
     open_listening_socket("127.0.0.1", FabricOptions(congestion="reno")).close()
+
+
+TCP_RTO_MAX_MS = 44
 
 
 class Refusing(socket.socket):
@@ -89,6 +94,17 @@ def test_where_the_kernel_has_no_bbr_what_is_far_is_sent_as_other_slow_routes_ar
         sock.connect(listening.getsockname())
         prepare_connected(sock, 0, FabricOptions(congestion="bbr"))
         assert congestion_of(sock) == "cubic"
+
+
+def test_what_a_cut_has_stopped_is_sent_again_several_times_within_the_silence():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        socket.create_connection(listening.getsockname()) as sock,
+        contextlib.suppress(OSError),  # kernels before 6.15 have no such limit
+    ):
+        longest_ms = sock.getsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS)
+        prepare_connected(sock, 0, FabricOptions(dead_s=8.0))
+        assert sock.getsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS) == 2000 < longest_ms
 
 
 def test_only_tcp_counts_what_was_lost():

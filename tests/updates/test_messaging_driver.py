@@ -80,6 +80,22 @@ def test_losses_are_told_also_those_of_before() -> None:
         driver.raise_failure()
 
 
+def test_the_lowest_rank_that_is_left_says_who_was_lost_and_nobody_who_left(capfd) -> None:
+    ports = Ports(4)
+    with ports as (_, *others):
+        drivers = [Fake(port) for port in others]
+        for driver in drivers:
+            driver.start()
+        ports.communicators[0].abort()
+        ports.communicators[3].close()
+        for port, driver in zip(others[:2], drivers, strict=False):
+            driver.wait(lambda driver=driver: {0, 3} <= driver.membership.lost)
+            on_loop(port, lambda: None)
+        (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("syncline: rank 0 (host memory) ")
+    assert line.endswith("; the others go on without it")
+
+
 def test_a_wait_looks_for_what_holds_it_up() -> None:
     with Ports(1) as (port,):
         driver = Fake(port)

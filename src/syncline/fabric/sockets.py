@@ -23,7 +23,7 @@ BACKLOG = 1024
 CONTROL_DSCP = 46
 """The mark of the control connection, where classes have marks: expedited forwarding."""
 _TCP_NOTSENT_LOWAT = 25  # Linux; the socket module names it from Python 3.12 on
-_TCP_RTO_MIN_US = 45  # Linux 6.15
+_TCP_RTO_MAX_MS, _TCP_RTO_MIN_US = 44, 45  # Linux 6.15
 RESEND_US = 60_000
 """How long TCP waits at least, beyond a round trip, before it takes what it sent last for lost. The kernel's 0.2 s are
 many times what a message takes; but the other end may acknowledge 0.04 s late, and that must not look like a loss."""
@@ -56,7 +56,7 @@ def resolve_address(text: str | None) -> str:
         return of_interface
     try:
         found = socket.getaddrinfo(text, None, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigurationError(
             f"address {text!r} is neither an IP address, nor an interface of this machine "
             f"({', '.join(sorted(_interfaces()))}), nor a host name; name one of these"
@@ -176,8 +176,10 @@ def prepare_connected(sock: socket.socket, connection_class: int, options: Fabri
     sock.setsockopt(tcp, socket.TCP_KEEPCNT, 5)
     sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, int(options.send_s * 1000))
     sock.setsockopt(tcp, _TCP_NOTSENT_LOWAT, options.unsent_bytes)
-    with contextlib.suppress(OSError):  # kernels before 6.15 wait for 0.2 s
+    with contextlib.suppress(OSError):  # kernels before 6.15 wait for 0.2 s, and each time twice as long
         sock.setsockopt(tcp, _TCP_RTO_MIN_US, RESEND_US)
+        # Else TCP sends again 4, 8 and 15 s after a cut, and who was cut off for 8 s would not be heard in time.
+        sock.setsockopt(tcp, _TCP_RTO_MAX_MS, max(1000, int(options.dead_s * 1000 / 4)))
     congestion = options.congestion or _loopback_congestion(sock)
     if congestion is not None:
         _choose_congestion(sock, congestion)

@@ -20,7 +20,7 @@ from syncline.errors import FabricClosedError, PeerLostError
 from syncline.fabric.acceptor import Acceptor
 from syncline.fabric.frames import FrameError, FrameType, cut_reason, on_word_of, read_loss
 from syncline.fabric.handshake import Admission
-from syncline.fabric.liveness import Liveness, Suspect, describe_absence
+from syncline.fabric.liveness import Liveness, Suspect, as_told, describe_absence
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
 from syncline.fabric.progress import Progress, Stalls
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from syncline.fabric.statistics import FabricStatistics
 
 _log = logging.getLogger(__name__)
-_AS_TOLD = " reports)"
 
 
 class Mesh(Protocol):
@@ -457,8 +456,7 @@ class TcpFabric:
         if outcast.is_gone:
             return
         if lost != accuser:
-            if not reason.endswith(_AS_TOLD):  # by the first who told
-                reason += f" (as {self.describe_peer(accuser)}{_AS_TOLD}"
+            reason = as_told(reason, self.describe_peer(accuser))
             self._tell_peer(outcast, tag=on_word_of(accuser, lost), reason=reason)
         error = PeerLostError(f"{outcast.name} {reason}", rank=lost, host=outcast.host)
         tag = lost if is_believed(self.rank, lost) else on_word_of(accuser, lost)

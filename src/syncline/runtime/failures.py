@@ -19,7 +19,7 @@ from syncline.errors import (
     SynclineError,
     name_ranks,
 )
-from syncline.fabric.liveness import describe_absence
+from syncline.fabric.liveness import as_told, describe_absence
 from syncline.runtime.call import DETAILS, PARTS
 from syncline.runtime.control import Failure, Tally
 
@@ -220,9 +220,9 @@ def ordinal(number: int) -> str:
 
 def heard_from(failure: Failure, teller: int, describe: Callable[[int], str]) -> Failure:
     """Return what ``failure`` of another rank means here."""
-    if failure.reason == PEER_LOST:
-        return failure._replace(is_hearsay=failure.rank != teller)
-    if failure.reason in (MISMATCH, VIOLATION):
+    if failure.reason == PEER_LOST and failure.rank != teller:
+        return failure._replace(text=as_told(failure.text, describe(teller)), is_hearsay=True)
+    if failure.reason in (PEER_LOST, MISMATCH, VIOLATION):
         return failure
     if failure.reason == DEADLINE:
         return failure._replace(remedy="")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import struct
 import threading
 import time
@@ -28,8 +27,10 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from syncline.errors import UpdateError, accusing
+from syncline.fabric import PeerLeftError
 from syncline.fabric.slice_executor import first_tag
 from syncline.members import Membership
+from syncline.observe import say
 from syncline.runtime.port import Port
 from syncline.runtime.relay import LossHandler
 
@@ -235,8 +236,6 @@ def _as_tuple(value: Any) -> Any:
     return tuple(_as_tuple(item) for item in value) if isinstance(value, list) else value
 
 
-_log = logging.getLogger(__name__)
-
 LOOK_S = 0.5
 """After so long a wait, the driver looks for what holds it up."""
 LOOK_AGAIN_S = 2.0
@@ -339,8 +338,13 @@ class Driver(ABC):
         """Go on without a rank, or fail; this one is lost when its fleet closes, or its loop is broken."""
         if peer == self._port.rank:
             self.fail(error)
-        else:
-            self._on_lost(peer, error)
+            return
+        is_known = peer in self.membership.lost
+        self._on_lost(peer, error)
+        if is_known or peer not in self.membership.lost or isinstance(error, PeerLeftError) or self._failure:
+            return
+        if self.membership.living[:1] == (self._port.rank,):  # one says it for all
+            say(f"{error}; the others go on without it")
 
     @abstractmethod
     def _on_lost(self, peer: int, error: Exception) -> None:
@@ -360,7 +364,6 @@ class Driver(ABC):
         for peer in sorted(stalls.stalled.intersection(self._awaited_peers()).difference(self.membership.lost)):
             who = self._port.describe_peer(peer)
             text = f"{who} lives, but its training thread has made no call for {stalls.still_s(peer):.1f} s"
-            _log.warning("rank %d goes on without it: %s", self._port.rank, text)
             self._leave(peer, text)
 
     def fail(self, error: BaseException) -> None:

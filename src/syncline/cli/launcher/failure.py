@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
@@ -15,6 +16,8 @@ NUM_TAIL_LINES = 20
 CONSEQUENCES = ("PeerLostError", "FabricClosedError", "RendezvousError", "DeadlineError", "DistNetworkError")
 OWN_FAULTS = ("cannot serve the store", "server socket has failed to listen")
 """What those errors say, ours and torch's, where the rank itself could not do a thing for which the others wait."""
+_TELLER = re.compile(r" \(as rank \d+ \(host [^()]*\) reports\)")
+"""In such an error, of whom its rank has heard of the loss."""
 
 
 def pick_cause(failures: Sequence[Failure], tails: Mapping[int, Sequence[str]]) -> Failure:
@@ -132,12 +135,13 @@ def _describe_others(
     failures: Sequence[Failure], cause: int, *, names: Mapping[int, str], tails: Mapping[int, Sequence[str]]
 ) -> list[str]:
     """Word what became of the others, in one line where that is the same."""
-    alike: dict[str, list[int]] = {}
+    alike: dict[str, dict[int, None]] = {}
     for failure in failures:
         if failure.rank != cause:
-            alike.setdefault(_outcome(failure, tails.get(failure.rank, ())), []).append(failure.rank)
+            outcome = _TELLER.sub("", _outcome(failure, tails.get(failure.rank, ())))
+            alike.setdefault(outcome, {})[failure.rank] = None  # once, however often it came back
     return [
-        f"  then {name_ranks(ranks) if len(ranks) > 1 else names[ranks[0]]}: {outcome}"
+        f"  then {name_ranks(ranks) if len(ranks) > 1 else names[min(ranks)]}: {outcome}"
         for outcome, ranks in alike.items()
     ]
 
