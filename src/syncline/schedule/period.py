@@ -139,7 +139,7 @@ class PartyPeriod:
 
     ``period``: steps of the fastest party, or ``"auto"``; None: as that, but :data:`USUAL` at most. ``speeds``: of this
     party and of the slowest, as parts of the fastest; None: they are measured, and begin alike. ``round_s``: what
-    rounds of all parameters take by prediction; 0 where nobody knows.
+    rounds of all parameters take by prediction, 0 where nobody knows; ``most``: into how many fragments these go.
 
     >>> period = PartyPeriod(16, speeds=None)
     >>> period.judge(held_up_s=[0.0, 0.0], taken_s=[1.5, 1.4], num_steps=[15, 7], party=[1])
@@ -154,9 +154,11 @@ class PartyPeriod:
         *,
         speeds: tuple[float, float] | None = (1.0, 1.0),
         round_s: float = 0.0,
+        most: int = SHORTEST,
     ) -> None:
         is_given, longest = isinstance(period, int), LONGEST if period == "auto" else USUAL
-        self._automatic = None if is_given else AutomaticPeriod(longest, first=USUAL if round_s else SHORTEST)
+        first = common_fragments(USUAL, most) if round_s and most > SHORTEST else SHORTEST
+        self._automatic = None if is_given else AutomaticPeriod(longest, first=first)
         self._round_s = 0.0 if is_given else round_s
         self._all_as_many = speeds == (1.0, 1.0)
         self._given = period if isinstance(period, int) else SHORTEST

@@ -205,7 +205,9 @@ class LocalStepsUpdater(PartyUpdater):
         number = min(fragments, period if isinstance(period, int) else USUAL)
         found = find_parties(self.collectives.communicator.topology, parties)
         self._has_pace = pace != "equal"
-        self._period = PartyPeriod(period, speeds=self._speeds(pace, found), round_s=self._predict_round_s())
+        num_bytes = sum(bucket.plan.num_bytes for bucket in self.buckets)
+        round_s, most = self._predict_round_s(num_bytes), min(number, num_bytes // LEAST_BYTES)
+        self._period = PartyPeriod(period, speeds=self._speeds(pace, found), round_s=round_s, most=most)
         self._start_parties(found, num_beside=1 if outer is None else 2)  # starts and velocities
         self._parts = _cut(self.buckets, 1 if self.collectives.crossing is not None else number)
         self._smallest = _divide(self._parts, number)
@@ -328,11 +330,10 @@ class LocalStepsUpdater(PartyUpdater):
         (own,) = (speed for speed, ranks in zip(speeds, parties, strict=True) if self.collectives.rank in ranks)
         return own / max(speeds), min(speeds) / max(speeds)
 
-    def _predict_round_s(self) -> float:
-        """Return what rounds of all parameters take on the links; 0 if that is not known, or there are few."""
+    def _predict_round_s(self, num_bytes: int) -> float:
+        """Return what rounds of so many bytes of parameters take on the links; 0 where nobody knows."""
         topology = self.collectives.communicator.topology
-        num_bytes = sum(bucket.plan.num_bytes for bucket in self.buckets)
-        if num_bytes < USUAL * LEAST_BYTES or not topology.has_rates or self.collectives.crossing is not None:
+        if not topology.has_rates or self.collectives.crossing is not None:
             return 0.0
         return lower_bound(topology, Collective.ALL_REDUCE, num_bytes) / CostModel().payload_share
 
