@@ -16,10 +16,11 @@ from small_regression import batch, loss_of, make_adam, make_model, make_sgd, pa
 from syncline.errors import ConfigurationError, PeerLostError, UpdateError
 from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
 from syncline.pytorch.distribute import distribute
+from syncline.runtime.worker_thread import WorkerThread
 from syncline.topology import Topology
 from syncline.updates import AllReduce, Grace, LocalSteps, Nesterov, Sharded
 from syncline.updates.attendance import Attendance
-from syncline.updates.late_parties import GraceLocalStepsUpdater
+from syncline.updates.late_parties import Decisions, GraceLocalStepsUpdater
 from thread_fleets import run_fleets, run_over_tcp
 
 WITHIN = AllReduce(bucket_bytes=160)
@@ -315,6 +316,35 @@ def test_a_rank_that_dies_is_named_and_not_taken_for_late(victim: int, rounds) -
     errors = run_fleets(3, body, accept=(DeathError, PeerLostError))
     assert isinstance(errors.pop(victim), DeathError)
     assert [error.rank for error in errors] == [victim, victim]
+
+
+def test_who_has_just_begun_the_last_round_ends_it_though_rank_0_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rank 0 needs of it may arrive there before the thread has noted that it has begun."""
+    num_begun, rule = [0, 0], LocalSteps(period=2, fragments=1, pace=Grace(seconds=DEADLINE_S))
+    begin, asks = GraceLocalStepsUpdater._begin_round, threading.Event()
+    raise_failure, close = Decisions.raise_failure, WorkerThread.close
+    last = None
+
+    def note(self, number, moves, **options):
+        flight, rank = begin(self, number, moves, **options), self.collectives.rank
+        num_begun[rank] += 1
+        if rank == 1 and num_begun[rank] == last:
+            self._decisions.fail(PeerLostError("rank 0 left", rank=0, host="h0"))
+            assert asks.wait(DEADLINE_S)  # until the training thread has heard of it
+        return flight
+
+    def body(fleet):
+        model, optimizer = start(fleet, rule)
+        for step in range(4):
+            one_step(model, optimizer, fleet.rank, step)
+        return model
+
+    monkeypatch.setattr(GraceLocalStepsUpdater, "_begin_round", note)
+    ended = [parameters_of(model) for model in run_fleets(2, body)]
+    last, num_begun[:] = num_begun[1], (0, 0)
+    monkeypatch.setattr(Decisions, "raise_failure", lambda self: (asks.set(), raise_failure(self)))
+    monkeypatch.setattr(WorkerThread, "close", lambda self, **how: (asks.set(), close(self, **how)))
+    assert all(map(torch.equal, ended, map(parameters_of, run_fleets(2, body))))
 
 
 def test_what_does_not_go_with_a_window_is_refused() -> None:

@@ -290,6 +290,8 @@ class GraceLocalStepsUpdater(LocalStepsUpdater):
         self._limit = until
         while (number := self._num_global) < until:
             self._decisions.wait_until(lambda: self._num_begun > number, self._limit_s)
+            if self._num_begun <= number:  # or the thread is at it, and rank 0 has what it needs, and has left
+                self._thread.close(finishes=True)
             if (flight := self._rounds.get(number)) is not None:
                 flight.wait_over()
                 self._make_global()
