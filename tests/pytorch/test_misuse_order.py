@@ -34,7 +34,7 @@ BEFORE: dict[str, tuple[Callable[[], object], str]] = {
     "clip_grad_norm_": (lambda: syncline.clip_grad_norm_(nn.Linear(1, 1), 1.0), NOT_GIVEN),
     "synchronize": (lambda: syncline.synchronize(nn.Linear(1, 1)), NOT_GIVEN),
 }
-CLOSED = r"stopped, as its fleet was closed; call syncline\.init\(\) again"
+CLOSED = r"stopped, as its fleet or process group was closed; call syncline\.init\(\) or init_process_group\(\) again"
 CLOSED_FLEET: dict[str, Callable[[Fleet], object]] = {
     "all_reduce": lambda fleet: fleet.all_reduce(torch.ones(1)),
     "async": lambda fleet: fleet.all_reduce(torch.ones(1), async_op=True),
