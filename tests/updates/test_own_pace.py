@@ -14,7 +14,7 @@ from syncline.errors import ConfigurationError
 from syncline.pytorch import rule_watch
 from syncline.pytorch.checkpoint import load_checkpoint, save_checkpoint
 from syncline.pytorch.distribute import distribute
-from syncline.schedule import Collective, CostModel, lower_bound
+from syncline.schedule import Collective, CostModel, lower_bound, period
 from syncline.updates import LocalSteps, Nesterov, local_steps_updater
 from syncline.updates.local_steps_updater import LocalStepsUpdater
 from thread_fleets import run_fleets
@@ -191,15 +191,17 @@ def test_a_found_period_is_that_of_the_fastest_party(monkeypatch: pytest.MonkeyP
     assert all(counts == results[0][1] for _, counts, _ in results)
 
 
+@pytest.mark.parametrize(("noticed_s", "first"), [(1.0, 2), (0.0, 16)])
 @pytest.mark.parametrize(
     ("pace", "slow", "periods"),
     [("equal", 1.0, (8, 8)), ("equal", 2.0, (4, 4)), ("own", 2.0, (8, 8))],
 )
 def test_where_rates_are_known_a_period_is_what_they_say_once_steps_were_timed(
-    pace: str, slow: float, periods: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    pace: str, slow: float, periods: tuple[int, int], noticed_s: float, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A short one to begin with would hold the first steps up for a transfer of all parameters."""
     monkeypatch.setattr(local_steps_updater, "LEAST_BYTES", 1)
+    monkeypatch.setattr(period, "NOTICED_S", noticed_s)
     num_bytes = 8 * sum(count.numel() for count in Tally(4).counts)
     round_s = lower_bound(TWO_SITES, Collective.ALL_REDUCE, num_bytes) / CostModel().payload_share
     measured(monkeypatch, [round_s / 6, round_s / 6, slow * round_s / 6, slow * round_s / 6])
@@ -214,7 +216,7 @@ def test_where_rates_are_known_a_period_is_what_they_say_once_steps_were_timed(
         return seen, [count.tolist() for count in model.counts]
 
     for rank, (seen, counts) in enumerate(run_fleets(TWO_SITES, body)):
-        assert seen == [16, 16, *[periods[rank // 2]] * 10]
+        assert seen == [first, first, *[periods[rank // 2]] * 10]
         for count in counts if pace == "equal" else ():
             assert count == pytest.approx([12 / 4] * 4, rel=1e-6)
 

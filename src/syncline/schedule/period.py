@@ -8,9 +8,9 @@ Where the user names no number, a period has the fewest steps whose rounds the l
 Sites that average more often need fewer samples, the more so the more their data differ, until rounds hold up steps. So
 a period begins short, and becomes longer where all ranks were held up by rounds. What holds up the rank that is held up
 least is not that others are late, but links, or the arithmetic of rounds. Where ranks were not held up for a while,
-half the period is tried; each time that this fails, the next trial comes twice as late. To begin short holds up the
-first steps for a transfer of all parameters. Where rates of links are known, a period begins long in its place, and is
-what these say as soon as all have timed a step.
+half the period is tried; each time that this fails, the next trial comes twice as late. Where rates of links are known,
+a period is what these say as soon as all have timed a step. To begin short holds up the first steps for a transfer of
+all parameters: where that would be noticed, it begins long.
 
 All ranks judge by the same numbers after the same round, so they have the same period at each step. Which it is depends
 on measured times.
@@ -29,6 +29,8 @@ SHORTEST, LONGEST = 2, 1 << 12
 more samples than two."""
 LESS = 0.8
 """What a step by another rule takes at most, as a part of a step now, where that rule is worth a word to a user."""
+NOTICED_S = 1.0
+"""Rounds of all parameters that take longer, by prediction, are not what a job begins with."""
 MATTERS = 0.05
 """The part of a period for which rounds may hold up steps."""
 CLEARLY = 0.5
@@ -157,7 +159,7 @@ class PartyPeriod:
         most: int = SHORTEST,
     ) -> None:
         is_given, longest = isinstance(period, int), LONGEST if period == "auto" else USUAL
-        first = common_fragments(USUAL, most) if round_s and most > SHORTEST else SHORTEST
+        first = common_fragments(USUAL, max(SHORTEST, most)) if round_s > NOTICED_S else SHORTEST
         self._automatic = None if is_given else AutomaticPeriod(longest, first=first)
         self._round_s = 0.0 if is_given else round_s
         self._all_as_many = speeds == (1.0, 1.0)

@@ -232,6 +232,8 @@ class LocalStepsUpdater(PartyUpdater):
         """By fragment, the samples and the steps since its last round."""
         self._first_step = 0
         """After which rounds are counted with the period that there is now."""
+        self._met_s = math.inf
+        """When the step under way began to be held up by rounds."""
         self._begin_judging(after=0)
         self._told_party: Sequence[int] = self._ranks
         """This party, as ranks were numbered when the round under way began."""
@@ -247,17 +249,19 @@ class LocalStepsUpdater(PartyUpdater):
 
     def step(self) -> None:
         """Make the party's step; merge the round that is under way, and begin the next one, when it is time."""
-        if self._is_equal:
+        if is_first := self._is_equal:
             self._begin_drifting()
         self.step_party()
+        if is_first:  # which makes the optimizer's state, too
+            self._begin_judging(after=self.step_number + 1)
         self._unsent = [(samples + self._weight, steps + 1) for samples, steps in self._unsent]
         self._weight = 0.0
         self.step_number += 1
         self._counts = replace(self._counts, num_steps=self._counts.num_steps + 1)
         if self._num_sends(self.step_number) + self._num_ahead > self._next_round:
-            start_s = time.monotonic()
+            self._met_s = time.monotonic()
             self._meet()
-            self._held_up_s += time.monotonic() - max(start_s, self._began_s)
+            self._held_up_s, self._met_s = self._held_up_so_far_s, math.inf
 
     def end_period(self) -> None:
         """Follow the others' rounds until all ranks have called this; then all have the same parameters."""
@@ -345,6 +349,10 @@ class LocalStepsUpdater(PartyUpdater):
         """Note when the period begins to be judged, and after which step; for how long rounds hold it up from there."""
         self._began_s, self._held_up_s, self._began_step = time.monotonic(), 0.0, after
 
+    @property
+    def _held_up_so_far_s(self) -> float:
+        return self._held_up_s + max(0.0, time.monotonic() - max(self._met_s, self._began_s))
+
     def _judge(self, told: torch.Tensor) -> None:
         """Let periods have other numbers of steps if the last ones, by what all ranks have told, did not fit.
 
@@ -368,7 +376,6 @@ class LocalStepsUpdater(PartyUpdater):
         for start, bucket in zip(self._starts, self.buckets, strict=True):
             start.copy_(bucket.parameters)  # which a checkpoint may have brought
         self._is_equal = False
-        self._begin_judging(after=self.step_number + 1)
 
     def _meet(self) -> None:
         """Merge the round that is under way, if any, and begin the next one."""
@@ -427,7 +434,7 @@ class LocalStepsUpdater(PartyUpdater):
     def _told(self, num_steps: int, *, ends: bool) -> Sequence[float]:
         """Return what this rank tells in a round, with moves of so many steps."""
         taken_s = max(_LEAST_S, time.monotonic() - self._began_s)
-        return ends, self.step_number, self._held_up_s, taken_s, self.step_number - self._began_step, num_steps
+        return ends, self.step_number, self._held_up_so_far_s, taken_s, self.step_number - self._began_step, num_steps
 
     def _weight_of(self, samples: float, steps: int) -> float:
         """Return the weight of what so many steps on so many samples have moved: with a pace, of one step."""
