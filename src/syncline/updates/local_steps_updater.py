@@ -205,9 +205,7 @@ class LocalStepsUpdater(PartyUpdater):
         number = min(fragments, period if isinstance(period, int) else USUAL)
         found = find_parties(self.collectives.communicator.topology, parties)
         self._has_pace = pace != "equal"
-        num_bytes = sum(bucket.plan.num_bytes for bucket in self.buckets)
-        round_s, most = self._predict_round_s(num_bytes), min(number, num_bytes // LEAST_BYTES)
-        self._period = PartyPeriod(period, speeds=self._speeds(pace, found), round_s=round_s, most=most)
+        self._period = self._begin_period(period, self._speeds(pace, found), number)
         self._start_parties(found, num_beside=1 if outer is None else 2)  # starts and velocities
         self._parts = _cut(self.buckets, 1 if self.collectives.crossing is not None else number)
         self._smallest = _divide(self._parts, number)
@@ -232,8 +230,6 @@ class LocalStepsUpdater(PartyUpdater):
         """By fragment, the samples and the steps since its last round."""
         self._first_step = 0
         """After which rounds are counted with the period that there is now."""
-        self._met_s = math.inf
-        """When the step under way began to be held up by rounds."""
         self._begin_judging(after=0)
         self._told_party: Sequence[int] = self._ranks
         """This party, as ranks were numbered when the round under way began."""
@@ -334,12 +330,15 @@ class LocalStepsUpdater(PartyUpdater):
         (own,) = (speed for speed, ranks in zip(speeds, parties, strict=True) if self.collectives.rank in ranks)
         return own / max(speeds), min(speeds) / max(speeds)
 
-    def _predict_round_s(self, num_bytes: int) -> float:
-        """Return what rounds of so many bytes of parameters take on the links; 0 where nobody knows."""
-        topology = self.collectives.communicator.topology
-        if not topology.has_rates or self.collectives.crossing is not None:
-            return 0.0
-        return lower_bound(topology, Collective.ALL_REDUCE, num_bytes) / CostModel().payload_share
+    def _begin_period(
+        self, period: int | Literal["auto"] | None, speeds: tuple[float, float] | None, most: int
+    ) -> PartyPeriod:
+        """Return the period to begin with; where rates are known, with what rounds take on the links."""
+        num_bytes = sum(bucket.plan.num_bytes for bucket in self.buckets)
+        topology, round_s = self.collectives.communicator.topology, 0.0
+        if topology.has_rates and self.collectives.crossing is None:
+            round_s = lower_bound(topology, Collective.ALL_REDUCE, num_bytes) / CostModel().payload_share
+        return PartyPeriod(period, speeds=speeds, round_s=round_s, most=min(most, num_bytes // LEAST_BYTES))
 
     def _num_sends(self, step: int) -> int:
         """Return how many rounds have begun by the end of a step, spread evenly over each period."""
@@ -348,6 +347,8 @@ class LocalStepsUpdater(PartyUpdater):
     def _begin_judging(self, *, after: int) -> None:
         """Note when the period begins to be judged, and after which step; for how long rounds hold it up from there."""
         self._began_s, self._held_up_s, self._began_step = time.monotonic(), 0.0, after
+        self._met_s = math.inf
+        """When the step under way began to be held up by rounds."""
 
     @property
     def _held_up_so_far_s(self) -> float:
@@ -433,8 +434,9 @@ class LocalStepsUpdater(PartyUpdater):
 
     def _told(self, num_steps: int, *, ends: bool) -> Sequence[float]:
         """Return what this rank tells in a round, with moves of so many steps."""
+        held_up_s = self._held_up_so_far_s
         taken_s = max(_LEAST_S, time.monotonic() - self._began_s)
-        return ends, self.step_number, self._held_up_so_far_s, taken_s, self.step_number - self._began_step, num_steps
+        return ends, self.step_number, held_up_s, taken_s, self.step_number - self._began_step, num_steps
 
     def _weight_of(self, samples: float, steps: int) -> float:
         """Return the weight of what so many steps on so many samples have moved: with a pace, of one step."""
