@@ -5,6 +5,7 @@ A message states the rule that was broken, the value that broke it, the remedy, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from functools import partial
 from typing import TypeVar
@@ -243,6 +244,29 @@ def escape_text(text: str | bytes, *, max_chars: int = 1000) -> str:
     if not shown.isprintable():  # each call of each rank is described: mostly there is nothing to escape
         shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in shown)
     return shown if len(shown) <= max_chars else f"{shown[: max_chars - 3]}..."
+
+
+_TELLER = re.compile(r" \(as [^()]*(?:\([^()]*\))? reports\)")
+
+
+def as_told(reason: str, teller: str) -> str:
+    """Add who reports a loss that this rank has not found itself: the first who did.
+
+    >>> from syncline.errors import as_told
+    >>> as_told("rank 2 sent nothing for 10.0 s", "rank 1 (host h1)")
+    'rank 2 sent nothing for 10.0 s (as rank 1 (host h1) reports)'
+    """
+    return reason if _TELLER.search(reason) else f"{reason} (as {teller} reports)"
+
+
+def without_teller(text: str) -> str:
+    """Leave out what :func:`as_told` has added.
+
+    >>> from syncline.errors import without_teller
+    >>> without_teller("rank 2 is gone (as rank 1 (host h1) reports); restart it")
+    'rank 2 is gone; restart it'
+    """
+    return _TELLER.sub("", text)
 
 
 def name_ranks(ranks: Iterable[int], *, max_named: int = 8) -> str:

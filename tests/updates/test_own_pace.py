@@ -184,6 +184,35 @@ def test_steps_are_timed_without_what_rounds_took(monkeypatch: pytest.MonkeyPatc
     assert run_fleets(1, body) == [pytest.approx((3.0 - 1.5) / 2)]  # the first step began before anybody looked
 
 
+def test_what_a_round_has_held_up_is_told_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which begins in the same call: else the first steps would seem longer than they are."""
+    now_s, told = [0.0], []
+    arrive, tell = LocalStepsUpdater._arrive, LocalStepsUpdater._told
+
+    def late(self, flight):
+        now_s[0] += 0.5
+        return arrive(self, flight)
+
+    def note(self, num_steps, *, ends):
+        numbers = tell(self, num_steps, ends=ends)
+        told.append(numbers[2:5])
+        return numbers
+
+    def body(fleet):
+        model, optimizer = begin(fleet, fragments=2)
+        for _ in range(4):
+            now_s[0] += 0.25
+            step(model, optimizer, fleet.rank)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(local_steps_updater, "LEAST_BYTES", 1)
+    monkeypatch.setattr(period.AutomaticPeriod, "judge", lambda *_, **__: False)
+    monkeypatch.setattr(LocalStepsUpdater, "_arrive", late)
+    monkeypatch.setattr(LocalStepsUpdater, "_told", note)
+    run_fleets(1, body)
+    assert told[1:4] == [(0.5 * number, 0.75 * number, number) for number in (1, 2, 3)]
+
+
 def test_a_found_period_is_that_of_the_fastest_party(monkeypatch: pytest.MonkeyPatch) -> None:
     measured(monkeypatch, [0.1, 0.1, 0.2, 0.2])
     results = run_fleets(TWO_SITES, lambda fleet: train(fleet, 40, period="auto", pace="own"))
@@ -193,11 +222,11 @@ def test_a_found_period_is_that_of_the_fastest_party(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("noticed_s", "first"), [(1.0, 2), (0.0, 16)])
 @pytest.mark.parametrize(
-    ("pace", "slow", "periods"),
-    [("equal", 1.0, (8, 8)), ("equal", 2.0, (4, 4)), ("own", 2.0, (8, 8))],
+    ("pace", "slow", "predicted"),
+    [("equal", 1.0, 8), ("equal", 2.0, 4), ("own", 2.0, 8)],
 )
 def test_where_rates_are_known_a_period_is_what_they_say_once_steps_were_timed(
-    pace: str, slow: float, periods: tuple[int, int], noticed_s: float, first: int, monkeypatch: pytest.MonkeyPatch
+    pace: str, slow: float, predicted: int, noticed_s: float, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A short one to begin with would hold the first steps up for a transfer of all parameters."""
     monkeypatch.setattr(local_steps_updater, "LEAST_BYTES", 1)
@@ -215,8 +244,8 @@ def test_where_rates_are_known_a_period_is_what_they_say_once_steps_were_timed(
         optimizer.end_period()
         return seen, [count.tolist() for count in model.counts]
 
-    for rank, (seen, counts) in enumerate(run_fleets(TWO_SITES, body)):
-        assert seen == [first, first, *[periods[rank // 2]] * 10]
+    for seen, counts in run_fleets(TWO_SITES, body):
+        assert seen == [first] * 2 + [predicted] * 10
         for count in counts if pace == "equal" else ():
             assert count == pytest.approx([12 / 4] * 4, rel=1e-6)
 

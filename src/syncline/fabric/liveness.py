@@ -18,7 +18,6 @@ from syncline.fabric.options import FabricOptions
 
 MISSED_INTERVALS = 3
 """So many looks at the clock in a row are not missed by a loop that is only busy."""
-_AS_TOLD = " reports)"
 
 
 class Suspect(NamedTuple):
@@ -131,12 +130,3 @@ class Liveness:
 def describe_absence(away_s: float) -> str:
     """``"did not run for 12.3 s (it was stopped or suspended, or its communication loop was held up)"``."""
     return f"did not run for {away_s:.1f} s (it was stopped or suspended, or its communication loop was held up)"
-
-
-def as_told(reason: str, teller: str) -> str:
-    """Add who reports a loss that this rank has not found itself: the first who did.
-
-    >>> as_told("rank 2 sent nothing for 10.0 s", "rank 1")
-    'rank 2 sent nothing for 10.0 s (as rank 1 reports)'
-    """
-    return reason if reason.endswith(_AS_TOLD) else f"{reason} (as {teller}{_AS_TOLD}"

@@ -16,11 +16,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, Unpack
 
-from syncline.errors import FabricClosedError, PeerLostError
+from syncline.errors import FabricClosedError, PeerLostError, as_told
 from syncline.fabric.acceptor import Acceptor
 from syncline.fabric.frames import FrameError, FrameType, cut_reason, on_word_of, read_loss
 from syncline.fabric.handshake import Admission
-from syncline.fabric.liveness import Liveness, Suspect, as_told, describe_absence
+from syncline.fabric.liveness import Liveness, Suspect, describe_absence
 from syncline.fabric.options import FabricOptions
 from syncline.fabric.peer import Peer
 from syncline.fabric.progress import Progress, Stalls

@@ -17,9 +17,10 @@ from syncline.errors import (
     MismatchError,
     PeerLostError,
     SynclineError,
+    as_told,
     name_ranks,
 )
-from syncline.fabric.liveness import as_told, describe_absence
+from syncline.fabric.liveness import describe_absence
 from syncline.runtime.call import DETAILS, PARTS
 from syncline.runtime.control import Failure, Tally
 

@@ -110,8 +110,8 @@ class AutomaticPeriod:
         """Judge by what comes from now on."""
         self._num_periods = 0
 
-    def foresee(self, round_s: float, step_s: float) -> None:
-        """Take what is predicted."""
+    def predict(self, round_s: float, step_s: float) -> None:
+        """Have as many steps as carry rounds that take so long."""
         self.num_steps = min(self._longest, shortest_period(round_s, step_s))
 
     def judge(self, held_up: float) -> bool:
@@ -170,8 +170,8 @@ class PartyPeriod:
         """Whether it follows from what is measured."""
 
     @property
-    def is_foreseen(self) -> bool:
-        """Whether it is what is predicted as soon as all ranks have timed a step."""
+    def awaits_times(self) -> bool:
+        """Whether it is predicted as soon as all ranks have timed a step."""
         return self._round_s > 0
 
     @property
@@ -205,11 +205,11 @@ class PartyPeriod:
         Of each rank, since the last judgement: for how long rounds held it up, in what time, and its steps. ``party``:
         the ranks of this one's, which are as fast as the slowest of them.
         """
-        if self._automatic is not None and self.is_foreseen:
+        if self._automatic is not None and self.awaits_times:
             if min(num_steps) < 1:
                 return False
             steps_s = map(_step_s, held_up_s, taken_s, num_steps)
-            self._automatic.foresee(self._round_s, max(steps_s) if self._all_as_many else min(steps_s))
+            self._automatic.predict(self._round_s, max(steps_s) if self._all_as_many else min(steps_s))
             self._round_s = 0.0
         elif self._automatic is not None:
             held_up = min(held_s / whole_s for held_s, whole_s in zip(held_up_s, taken_s, strict=True))

@@ -359,7 +359,7 @@ class LocalStepsUpdater(PartyUpdater):
 
         Not while a rank ends, as it follows rounds and makes no steps.
         """
-        is_within = self._next_round % len(self._fragments) and not self._period.is_foreseen
+        is_within = self._next_round % len(self._fragments) and not self._period.awaits_times
         if not self._period.is_found or is_within or bool(told[:, 0].any()):
             return
         _, _, held_up_s, taken_s, num_steps = told[:, :_MOVED].T.tolist()

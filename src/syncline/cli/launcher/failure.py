@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from syncline.cli.launcher.supervisor import Exit, Failure
-from syncline.errors import name_ranks
+from syncline.errors import name_ranks, without_teller
 from syncline.last_words import LastWords
 
 NUM_TAIL_LINES = 20
@@ -16,8 +15,6 @@ NUM_TAIL_LINES = 20
 CONSEQUENCES = ("PeerLostError", "FabricClosedError", "RendezvousError", "DeadlineError", "DistNetworkError")
 OWN_FAULTS = ("cannot serve the store", "server socket has failed to listen")
 """What those errors say, ours and torch's, where the rank itself could not do a thing for which the others wait."""
-_TELLER = re.compile(r" \(as rank \d+ \(host [^()]*\) reports\)")
-"""In such an error, of whom its rank has heard of the loss."""
 
 
 def pick_cause(failures: Sequence[Failure], tails: Mapping[int, Sequence[str]]) -> Failure:
@@ -138,7 +135,7 @@ def _describe_others(
     alike: dict[str, dict[int, None]] = {}
     for failure in failures:
         if failure.rank != cause:
-            outcome = _TELLER.sub("", _outcome(failure, tails.get(failure.rank, ())))
+            outcome = without_teller(_outcome(failure, tails.get(failure.rank, ())))
             alike.setdefault(outcome, {})[failure.rank] = None  # once, however often it came back
     return [
         f"  then {name_ranks(ranks) if len(ranks) > 1 else names[min(ranks)]}: {outcome}"

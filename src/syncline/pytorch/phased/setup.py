@@ -145,7 +145,8 @@ def _build(
             f"{name!r} of stage {number} is a SyncBatchNorm, but pairs do not synchronise statistics; use BatchNorm "
             "(each pair has its own statistics then), or GroupNorm"
         )
-    check_shapes(module, f" of stage {number}")
+    if module is not stage:  # else all have seen to it
+        check_shapes(module, f" of stage {number}")
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.numel()}
     check_untrained(module, {parameter: (name, 0) for name, parameter in parameters.items()})
     for name, parameter in parameters.items():

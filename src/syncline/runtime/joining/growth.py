@@ -36,8 +36,9 @@ from syncline.topology import Topology
 _log = logging.getLogger(__name__)
 
 MAX_PORTS = 64
-_MOST_DOORS = 32
 """Ranks of one host take the next free ports."""
+_MOST_DOORS = 32
+"""Of other machines a launcher is told: what it hands on is one environment variable."""
 PAUSE_S = 0.1
 ANSWER_S = 30.0
 """For a loop that does not answer; everything on it has deadlines of its own."""
