@@ -62,7 +62,7 @@ def advice(network: Path, model: str, times: int) -> list[dict[str, Any]]:
     """Ask ``syncline advise`` as a user does; return its rules."""
     spec = f"{RANK}:{model.replace(' ', '_')}"
     compute = ["--compute", f"{times * sum(MODELS[model].forward_ms) * (1 + BACKWARD_PER_FORWARD)} ms"]
-    command = [sys.executable, "-m", "syncline.cli.main", "advise", str(network), "--model", spec, *compute]
+    command = [sys.executable, "-m", "syncline", "advise", str(network), "--model", spec, *compute]
     command += ["--one-machine", "--json"]
     environment = {**os.environ, TIMES: str(times)}
     told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
@@ -72,7 +72,7 @@ def advice(network: Path, model: str, times: int) -> list[dict[str, Any]]:
 def measure(topology: Topology, model: str, rules: list[str], folder: Path, times: int) -> dict[str, list[float]]:
     """Train by each rule in the lab; return the seconds of rank 0's steps."""
     said = folder / "said"
-    command = [sys.executable, "-m", "syncline.cli.main", "run", str(RANK), model, json.dumps(rules)]
+    command = [sys.executable, "-m", "syncline", "run", str(RANK), model, json.dumps(rules)]
     with shared_secret({}) as secret, said.open("w+") as output:
         status = operations.run(topology, command, env={**secret, TIMES: str(times)}, output=output)
     lines = said.read_text().splitlines()

@@ -58,7 +58,7 @@ def run(options: argparse.Namespace, method: str, seed: int) -> dict[str, Any]:
     steps, every = options.steps, options.evaluate_every // FINER
     if method not in SYNCHRONOUS:
         steps, every = round(options.steps * options.extra_steps), options.evaluate_every
-    program = [sys.executable, "-m", "syncline.cli.main"]
+    program = [sys.executable, "-m", "syncline"]
     training = [str(WORKER), "--task", options.task, "--seed", str(seed), "--steps", str(steps)]
     training += ["--evaluate-every", str(every), *METHODS[method]]
     command = [*program, "lab", "run", options.topology, "--", *program, "run", *training]

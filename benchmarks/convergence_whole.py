@@ -126,7 +126,7 @@ def run_whole(topology: Topology, row: dict[str, Any], num_steps: int) -> list[t
     """Train in the lab; return what :func:`judge` does."""
     with tempfile.TemporaryDirectory(prefix="syncline-whole-") as name, shared_secret({}) as secret:
         asked = [json.dumps(row), str(num_steps), name]
-        command = [sys.executable, "-m", "syncline.cli.main", "run", __file__, "rank", *asked]
+        command = [sys.executable, "-m", "syncline", "run", __file__, "rank", *asked]
         if status := operations.run(topology, command, env=secret):
             raise SystemExit(f"{row['task']} by {row['method']} ended with status {status}")
         ranks = [torch.load(Path(name) / f"{rank}.pt") for rank in range(topology.num_ranks)]

@@ -100,7 +100,7 @@ class Found:
 def measured(topology: Topology, times: int, num_steps: int) -> Iterator[Found]:
     """Yield what was found, for each time, in a lab of this topology; steps with the last."""
     options = ["--times", str(times), "--steps", str(num_steps)]
-    command = [sys.executable, "-m", "syncline.cli.main", "run", __file__, "--rank", *options]
+    command = [sys.executable, "-m", "syncline", "run", __file__, "--rank", *options]
     with tempfile.TemporaryFile("w+") as output, shared_secret({}) as secret:
         status = operations.run(topology, command, env=secret, output=output, errors=output)
         output.seek(0)

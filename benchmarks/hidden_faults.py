@@ -124,7 +124,7 @@ class Job:
     def __init__(self, kind: Kind, folder: Path, stack: ExitStack) -> None:
         (folder / "go").touch()
         self.lab = stack.enter_context(Lab(kind.topology)) if kind.where == "lab" else None
-        command = [sys.executable, "-m", "syncline.cli.main", "run"]
+        command = [sys.executable, "-m", "syncline", "run"]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         if self.lab is None:
             command += ["--ranks", str(NUM_RANKS), str(RANK), kind.task(folder)]

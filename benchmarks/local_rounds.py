@@ -58,7 +58,7 @@ def measure(topology: Topology, *, mib: float, only: Sequence[str]) -> Iterator[
         if is_missing or not task["method"].endswith(tuple(only)):
             continue
         work = json.dumps({**task, "mib": mib})
-        command = [sys.executable, "-m", "syncline.cli.main", "run", str(RANK), work]
+        command = [sys.executable, "-m", "syncline", "run", str(RANK), work]
         with tempfile.TemporaryFile("w+") as output, shared_secret({}) as secret:
             status = operations.run(topology, command, env={**secret, TIMES: "1"}, output=output, errors=output)
             output.seek(0)

@@ -139,7 +139,7 @@ def train(rule: syncline.updates.UpdateRule, num_steps: int, rank: int) -> list[
 
 def measure(topology: Topology, change: Callable[[Lab], None], num_steps: int) -> dict[str, object]:
     """Return what rank 0 prints in a lab of this topology that was changed."""
-    command = [sys.executable, "-m", "syncline.cli.main", "run", __file__, "--rank", "--steps", str(num_steps)]
+    command = [sys.executable, "-m", "syncline", "run", __file__, "--rank", "--steps", str(num_steps)]
     with tempfile.TemporaryFile("w+") as output, shared_secret({}) as secret, Lab(topology) as lab:
         change(lab)
         streams = {"output": output, "errors": output}

@@ -100,7 +100,7 @@ def command() -> None:
             for collective in ("all_reduce", "sharded_step"):
                 begun = time.monotonic()
                 child = subprocess.Popen(
-                    [sys.executable, "-m", "syncline.cli.main", "plan", str(file), "--collective", collective],
+                    [sys.executable, "-m", "syncline", "plan", str(file), "--collective", collective],
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
                     text=True,

@@ -66,7 +66,7 @@ def steps_of(lab: Lab, network: Topology, folder: Path, seconds: float, *, follo
     """Train on every host of the lab, and return what rank 0 printed."""
     file, said = folder / "network.yaml", folder / "said"
     file.write_text(network.to_yaml())
-    rank = [sys.executable, "-m", "syncline.cli.main", "run", __file__, "--rank", str(file), str(seconds)]
+    rank = [sys.executable, "-m", "syncline", "run", __file__, "--rank", str(file), str(seconds)]
     with shared_secret({}) as secret, said.open("w+") as output:
         command = [*rank, *(["--follows"] if follows else [])]
         status = run_on_hosts(lab, command, env=secret, report=print, output=output, errors=sys.stderr)

@@ -27,7 +27,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     if os.geteuid() != 0:
         pytest.fail("the lab makes network namespaces and needs root; run `make bench-check` with sudo")
     results = tmp_path_factory.mktemp("forward_overlap") / "results.json"
-    syncline = [sys.executable, "-m", "syncline.cli.main"]
+    syncline = [sys.executable, "-m", "syncline"]
     lab = [*syncline, "lab", "run", "--priorities", "two-racks-5-3", "--"]
     sizes = ["--layers", "12", "--layer-kib", "512", "--steps", "4", "--blocks", "2"]
     subprocess.run(

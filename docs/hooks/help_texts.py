@@ -40,6 +40,6 @@ def _block(text: str) -> str:
 
 def _help(command: list[str]) -> str:
     environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
-    call = [sys.executable, "-m", "syncline.cli.main", *command, "--help"]
+    call = [sys.executable, "-m", "syncline", *command, "--help"]
     done = subprocess.run(call, env=environment, capture_output=True, text=True, check=True, timeout=60)
-    return done.stdout.replace("Usage: python -m syncline.cli.main", "Usage: syncline")
+    return done.stdout.replace("Usage: python -m syncline", "Usage: syncline")

@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).with_name("reconfigure_process.py")
 
 def run_job(folder: Path, world_size: int, victim: int, place: str, **variables: str) -> list[dict[str, Any]]:
     """Run the job; return what those tell that came to its end."""
-    launcher = ("-m", "syncline.cli.main", "run", "--ranks", world_size, "--elastic", "--restarts", "1")
+    launcher = ("-m", "syncline", "run", "--ranks", world_size, "--elastic", "--restarts", "1")
     done = run_python(
         *launcher, SCRIPT, folder, world_size, victim, place, environment=script_environment() | variables
     )
@@ -101,7 +101,7 @@ os.read(pipe, 1)  # until the process at its other end is no more
 def test_the_others_hear_why_a_rank_could_not_make_the_group_anew(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(FAILS_LATER)
     os.mkfifo(tmp_path / "pipe")
-    launcher = ("-m", "syncline.cli.main", "run", "--ranks", 2)
+    launcher = ("-m", "syncline", "run", "--ranks", 2)
     done = run_python(*launcher, tmp_path / "program.py", tmp_path / "pipe", environment=script_environment())
     assert "(rank 1 (host h1) is lost: it ended with ValueError: no memory is left, during" in done.stdout
     assert "gets 5 s to end by itself, and would go on with --keep-going or --elastic" in done.stdout

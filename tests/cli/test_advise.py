@@ -286,7 +286,7 @@ def test_a_trace_takes_the_place_of_a_model(tmp_path):
         synchronous(12)(rank, trace, begin_ns)
 
     make_job(tmp_path / "trace", 2, fill)
-    command = [sys.executable, "-m", "syncline.cli.main", "advise", "--trace", f"{tmp_path}/trace"]
+    command = [sys.executable, "-m", "syncline", "advise", "--trace", f"{tmp_path}/trace"]
 
     def ask(*arguments):
         done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
@@ -464,7 +464,7 @@ def test_programs_can_read_the_figures(tmp_path):
     (tmp_path / "model.py").write_text(
         "import torch\ndef make():\n    return torch.nn.Linear(512, 512), torch.randn(4, 512)\n"
     )
-    command = [sys.executable, "-m", "syncline.cli.main", "advise", "two-racks-5-3", "--model"]
+    command = [sys.executable, "-m", "syncline", "advise", "two-racks-5-3", "--model"]
     command += [f"{tmp_path}/model.py:make", "--compute", "0.25s", "--batch", "32", "--json"]
     command += ["--cores", "3", "--one-machine", "--gpus"]
     shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

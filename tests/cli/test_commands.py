@@ -64,7 +64,7 @@ def test_a_record_is_refused_before_anything_is_measured(tmp_path: Path, monkeyp
 
 
 def run_syncline(*args: str, output: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "syncline.cli.main", *args]
+    command = [sys.executable, "-m", "syncline", *args]
     with Path(output).open("wb") as file:
         return subprocess.run(command, stdout=file, stderr=subprocess.PIPE, env=variables, check=False)
 

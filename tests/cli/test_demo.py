@@ -24,11 +24,11 @@ TIMEOUT_S = 120.0
 
 
 def demo(*options):
-    return [sys.executable, "-m", "syncline.cli.main", "demo", *map(str, options)]
+    return [sys.executable, "-m", "syncline", "demo", *map(str, options)]
 
 
 def run_demo(*options):
-    done = run_python("-m", "syncline.cli.main", "demo", *options, splits=True)
+    done = run_python("-m", "syncline", "demo", *options, splits=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -86,7 +86,7 @@ def test_a_compiled_part_that_is_missing(monkeypatch):
 
 
 def test_programs_can_read_the_findings():
-    command = [sys.executable, "-m", "syncline.cli.main", "doctor", "--json"]
+    command = [sys.executable, "-m", "syncline", "doctor", "--json"]
     findings = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert len(findings) == len(CHECKS)
     assert {"subject", "verdict", "what", "remedy"} == set(findings[0])

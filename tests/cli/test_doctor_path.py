@@ -11,7 +11,7 @@ import pytest
 from syncline.cli.path_diagnosis import PathMark, class_names, judge_path
 from syncline.priorities.settings import Priorities
 
-DOCTOR = [sys.executable, "-m", "syncline.cli.main", "doctor"]
+DOCTOR = [sys.executable, "-m", "syncline", "doctor"]
 RELAY = [sys.executable, str(Path(__file__).with_name("bleaching_relay.py"))]
 
 

@@ -11,7 +11,7 @@ from syncline.errors import ConfigurationError
 
 
 def run_syncline(*args):
-    command = [sys.executable, "-m", "syncline.cli.main", *args]
+    command = [sys.executable, "-m", "syncline", *args]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

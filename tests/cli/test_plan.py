@@ -87,7 +87,7 @@ def test_a_large_network_is_shown_from_the_top():
 
 
 def test_programs_can_read_the_figures():
-    command = [sys.executable, "-m", "syncline.cli.main", "plan", "two-racks-5-3", "--bytes", "64MiB", "--json"]
+    command = [sys.executable, "-m", "syncline", "plan", "two-racks-5-3", "--bytes", "64MiB", "--json"]
     shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert shown["num_bytes"] == 64 << 20
     assert shown["bound_s"] == pytest.approx((64 << 20) / 25e6)
@@ -112,7 +112,7 @@ def test_programs_can_read_the_figures():
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_a_reason(args, message):
-    command = [sys.executable, "-m", "syncline.cli.main", "plan", *args]
+    command = [sys.executable, "-m", "syncline", "plan", *args]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")

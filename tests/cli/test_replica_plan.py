@@ -92,7 +92,7 @@ def test_names_that_are_not_there_are_refused():
 
 
 def test_programs_can_read_the_figures_and_spares_are_refused():
-    command = [sys.executable, "-m", "syncline.cli.main", "plan", "two-racks-5-3", "--collective", "sharded_step"]
+    command = [sys.executable, "-m", "syncline", "plan", "two-racks-5-3", "--collective", "sharded_step"]
     command += ["--replicate", "1"]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
     shown = json.loads(done.stdout)

@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "train.py").write_text(SCRIPT)
     report, trace = str(folder / "run.html"), str(folder / "run.json")
     options = ("run", "--ranks", "2", "--report", report, "--trace", trace)
-    done = run_python("-m", "syncline.cli.main", *options, str(folder / "train.py"), splits=True)
+    done = run_python("-m", "syncline", *options, str(folder / "train.py"), splits=True)
     assert done.returncode == 0, done.stderr
     assert f"report: {report}" in done.stdout + done.stderr
     return folder
@@ -74,10 +74,10 @@ def test_rank_0_writes_it_of_traces_that_are_kept(folder: Path, tmp_path: Path) 
 
 def test_a_trace_is_reported_and_explained_later(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "later.html"
-    done = run_python("-m", "syncline.cli.main", "report", str(folder / "run.json"), "--out", str(out), splits=True)
+    done = run_python("-m", "syncline", "report", str(folder / "run.json"), "--out", str(out), splits=True)
     assert done.returncode == 0, done.stderr
     assert_is_report(out)
-    done = run_python("-m", "syncline.cli.main", "explain", str(folder / "run.json"), splits=True)
+    done = run_python("-m", "syncline", "explain", str(folder / "run.json"), splits=True)
     assert done.returncode == 0, done.stderr
     assert "A step took" in done.stdout
     assert "own time of each rank" in done.stdout
@@ -85,7 +85,7 @@ def test_a_trace_is_reported_and_explained_later(folder: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("command", ["report", "explain"])
 def test_what_is_no_trace_is_refused(command: str, tmp_path: Path) -> None:
-    done = run_python("-m", "syncline.cli.main", command, str(tmp_path / "none.json"), splits=True)
+    done = run_python("-m", "syncline", command, str(tmp_path / "none.json"), splits=True)
     assert done.returncode == 2
     assert "cannot be read as a trace" in done.stderr
 

@@ -76,7 +76,7 @@ def test_without_restarts_nothing_is_said_of_them():
 def test_ctrl_c_in_the_pause_before_a_restart_ends_the_job(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit(3)")
-    command = (sys.executable, "-m", "syncline.cli.main", "run", "--ranks", "1", "--restarts", "9", str(script))
+    command = (sys.executable, "-m", "syncline", "run", "--ranks", "1", "--restarts", "9", str(script))
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert any("start again in 1 s" in line for line in process.stderr)
         process.send_signal(signal.SIGINT)

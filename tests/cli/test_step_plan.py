@@ -91,7 +91,7 @@ def test_where_nothing_is_moved_nothing_pays():
 
 
 def test_programs_can_read_the_figures():
-    command = [sys.executable, "-m", "syncline.cli.main", "plan", "two-racks-5-3", "--collective", "sharded_step"]
+    command = [sys.executable, "-m", "syncline", "plan", "two-racks-5-3", "--collective", "sharded_step"]
     done = subprocess.run([*command, "--portions", "fastest", "--json"], capture_output=True, text=True, check=True)
     shown = json.loads(done.stdout)
     assert sum(shown["shares"]) == pytest.approx(1)
@@ -108,7 +108,7 @@ def test_spares_are_shown_with_what_they_keep_and_cost():
     text = console.export_text()
     assert "spares in another host: 245.7 ms one after the other, +0.0% of what" in text
     assert "its ranks are spares of" in text
-    command = [sys.executable, "-m", "syncline.cli.main", "plan", "two-sites", "--collective", "sharded_step"]
+    command = [sys.executable, "-m", "syncline", "plan", "two-sites", "--collective", "sharded_step"]
     done = subprocess.run([*command, "--spares", "1", "--json"], capture_output=True, text=True, check=True)
     shown = json.loads(done.stdout)["spares"]
     assert shown["apart"] == "rack"

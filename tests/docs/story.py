@@ -81,7 +81,7 @@ class Story:
         if words[0] != "syncline" or is_elsewhere:
             return
         if words[1] in EXECUTED:
-            self._run_python("-m", "syncline.cli.main", *words[1:])
+            self._run_python("-m", "syncline", *words[1:])
             for word in words:  # --model FILE.py:FUNCTION runs the file
                 self._not_run.pop(word.partition(":")[0], None)
         elif words[1] == "run" and (self.folder / context.params["script"]).exists():

@@ -14,7 +14,7 @@ TIMEOUT_S = 120.0
 
 
 def run_example(*command):
-    done = run_python("-m", "syncline.cli.main", "run", *command)
+    done = run_python("-m", "syncline", "run", *command)
     assert done.returncode == 0, done.stdout
     return done.stdout
 

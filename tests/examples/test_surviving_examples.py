@@ -39,7 +39,7 @@ kills_hsdp.main(Path(sys.argv[1]))
 @pytest.mark.parametrize("program", ["kills_ddp.py", "kills_hsdp.py", "kills_sharded.py"])
 def test_a_killed_rank_comes_back_and_the_bits_are_those_of_a_replay(program, tmp_path, monkeypatch):
     monkeypatch.setattr(kills, "STEPS_TO_THE_END", 20)
-    launcher = [forked_python(forks=True), "-m", "syncline.cli.main"]
+    launcher = [forked_python(forks=True), "-m", "syncline"]
     options = ["--ranks", "4", "--every", "0.5", "--kills", "1", "--output", str(tmp_path)]
     result = kills.main([str(ROOT / "benchmarks" / program), *options], launcher)
     log = (tmp_path / "job.log").read_text()
@@ -51,7 +51,7 @@ def test_a_killed_rank_comes_back_and_the_bits_are_those_of_a_replay(program, tm
 def test_who_holds_a_shard_alone_makes_the_step_that_others_have_made(tmp_path):
     (tmp_path / "program.py").write_text(LOST_IN_COMMIT)
     (tmp_path / "stop").write_text("12")
-    command = [forked_python(forks=True), "-m", "syncline.cli.main", "run", "--ranks", "4", "--elastic"]
+    command = [forked_python(forks=True), "-m", "syncline", "run", "--ranks", "4", "--elastic"]
     command += ["--restarts", "1", str(tmp_path / "program.py"), str(tmp_path), str(ROOT / "benchmarks")]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr

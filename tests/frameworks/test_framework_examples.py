@@ -90,7 +90,7 @@ def check_command(name: str, *words: str, forks: bool = True) -> None:
     check_differences(done.stdout, name, 2)
 
 
-@pytest.mark.parametrize("launcher", ["syncline.cli.main run --ranks 2", "torch.distributed.run --nproc-per-node 2"])
+@pytest.mark.parametrize("launcher", ["syncline run --ranks 2", "torch.distributed.run --nproc-per-node 2"])
 def test_an_example_runs_under_each_launcher(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torchrun's agent has threads and cannot fork, so it starts what does."""
     monkeypatch.setenv("PYTHON_EXEC", forked_python())

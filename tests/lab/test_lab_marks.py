@@ -9,7 +9,7 @@ from pathlib import Path
 from syncline.lab import Lab
 from syncline.topology import Topology
 
-DOCTOR = [sys.executable, "-m", "syncline.cli.main", "doctor"]
+DOCTOR = [sys.executable, "-m", "syncline", "doctor"]
 RELAY = [sys.executable, str(Path(__file__).parents[1] / "cli" / "bleaching_relay.py")]
 
 

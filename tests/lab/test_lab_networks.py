@@ -200,7 +200,7 @@ def behind(router):
 def test_a_host_behind_masquerading_dials(lab, expected):
     first, second = lab.plan.hosts
     with behind(second) as home:
-        doctor = [sys.executable, "-m", "syncline.cli.main", "doctor", "--json", "--for", "60"]
+        doctor = [sys.executable, "-m", "syncline", "doctor", "--json", "--for", "60"]
         asked = [*doctor, "--hosts", f"{first.address},{HOME}", "--ports", PORT]
         processes = [
             lab.spawn(host.name, [*within, *asked], stdout=subprocess.PIPE, text=True)

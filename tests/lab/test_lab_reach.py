@@ -92,7 +92,7 @@ def test_doctor_says_before_the_job_who_cannot_be_dialled():
         names = {host: lab.plan.host(host).address for host in ("h0", *HIDDEN)}
         for host in names:
             assert run(lab, host, DIAL_NOBODY, *(names[each] for each in HIDDEN)) == (0, "")
-        doctor = [sys.executable, "-m", "syncline.cli.main", "doctor", "--json", "--for", "60"]
+        doctor = [sys.executable, "-m", "syncline", "doctor", "--json", "--for", "60"]
         asked = [*doctor, "--hosts", ",".join(names.values()), "--ports", f"{ONE_PORT}-{ONE_PORT + 1}"]
         processes = [lab.spawn(host, asked, stdout=subprocess.PIPE, text=True) for host in names]
         told = [json.loads(process.communicate(timeout=90)[0]) for process in processes]

@@ -17,7 +17,7 @@ from launched_jobs import plain_environment
 from rank_scripts import Program, reserved_port, run_programs
 
 SCRIPT = Path(__file__).with_name("joining_rank.py")
-RUN = ["-m", "syncline.cli.main", "run"]
+RUN = ["-m", "syncline", "run"]
 TWO_HOSTS = """
 topology: two-hosts
 switch: core

@@ -46,7 +46,7 @@ def arguments(folder: Path, way: str, victim: int) -> list[str]:
 
 def run_launchers(*options: list[str]) -> list[subprocess.CompletedProcess[str]]:
     """Run `syncline run` with each of these options, side by side."""
-    command = ("-m", "syncline.cli.main", "run")
+    command = ("-m", "syncline", "run")
     return run_programs([Program((*command, *one), plain_environment()) for one in options])
 
 
@@ -129,7 +129,7 @@ with syncline.init() as fleet:
 @pytest.mark.parametrize("elastic", ["", "yes"])
 def test_a_user_whose_ranks_would_go_on_is_told_how_they_may(elastic: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOSES_A_RANK)
-    command = ("-m", "syncline.cli.main", "run", "--ranks", "2", str(tmp_path / "train.py"))
+    command = ("-m", "syncline", "run", "--ranks", "2", str(tmp_path / "train.py"))
     (ended,) = run_programs([Program(command, plain_environment() | {"ELASTIC": elastic})])
     hint = ", and would go on with --keep-going or --elastic" if elastic else ""
     assert f"rank 1 was killed by SIGKILL; the other rank gets 5 s to end by itself{hint}\n" in ended.stdout

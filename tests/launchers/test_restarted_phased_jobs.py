@@ -27,7 +27,7 @@ def test_a_job_that_loses_either_rank_of_a_pair_goes_on_from_storage_by_itself(t
     whole, job = tmp_path / "whole", tmp_path / "job"
     for status, output in run_script(SCRIPT, 2, str(whole)):
         assert status == 0, output
-    run = ("-m", "syncline.cli.main", "run", "--ranks", 2, "--restarts", 2)
+    run = ("-m", "syncline", "run", "--ranks", 2, "--restarts", 2)
     ended = run_python(*run, SCRIPT, job, "kills", environment=plain_environment())
     assert ended.returncode == 0, ended.stdout
     assert (

@@ -410,7 +410,7 @@ def run_launched() -> list[Any]:
     script = str(Path(__file__).with_name("named_launched_rank.py"))
     environment = script_environment() | {"SYNCLINE_TIMEOUT": "2", "SYNCLINE_SILENCE": "2"}
     return run_programs(
-        [Program(("-m", "syncline.cli.main", "run", "--ranks", "3", script, fault), environment) for fault in LAUNCHED]
+        [Program(("-m", "syncline", "run", "--ranks", "3", script, fault), environment) for fault in LAUNCHED]
     )
 
 

@@ -96,7 +96,7 @@ def _without_rates(row: Row) -> Row:
 
 def _run_in_lab(topology: Topology, arguments: Sequence[str], place: Place, report: Callable[[str], None]) -> int:
     """Start this host's ranks on every host; the output of the ranks does not mix with the table."""
-    command = [sys.executable, "-m", "syncline.cli.main", "run", "-m", RANK_MODULE, *arguments]
+    command = [sys.executable, "-m", "syncline", "run", "-m", RANK_MODULE, *arguments]
     return operations.run(topology, command, env=place.environment, output=sys.stderr, report=report, **place.settings)
 
 

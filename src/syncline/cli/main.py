@@ -128,7 +128,3 @@ def _end_output() -> None:
         if isinstance(error, BrokenPipeError):  # who reads it has seen enough
             sys.exit(1)
         _fail(f"standard output cannot be written: {error.strerror}; write to another file")
-
-
-if __name__ == "__main__":
-    main()

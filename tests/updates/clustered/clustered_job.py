@@ -18,7 +18,7 @@ def lose_a_cluster_and_a_server(folder):
         for rank in ranks
     ]
     network.write_text("switch: core\nchildren:\n" + "".join(hosts))
-    done = run_python("-m", "syncline.cli.main", "run", "--keep-going", "--topology", network, SCRIPT)
+    done = run_python("-m", "syncline", "run", "--keep-going", "--topology", network, SCRIPT)
     assert done.returncode == 0, done.stdout
     found = [json.loads(line[line.index("{") :]) for line in done.stdout.splitlines() if "{" in line]
     assert len(found) == 3, done.stdout

@@ -210,7 +210,7 @@ children:
 def test_a_job_of_two_sites_ends_with_the_same_parameters_and_half_the_state_on_each_rank(tmp_path: Path) -> None:
     (tmp_path / "net.yaml").write_text(SITES)
     (tmp_path / "job.py").write_text(JOB)
-    done = run_python("-m", "syncline.cli.main", "run", "--ranks", "4", tmp_path / "job.py", tmp_path / "net.yaml")
+    done = run_python("-m", "syncline", "run", "--ranks", "4", tmp_path / "job.py", tmp_path / "net.yaml")
     assert done.returncode == 0, done.stdout
     lines = [line.partition("] ")[2].rsplit(" ", 2) for line in done.stdout.splitlines() if "((" in line]
     assert {clusters for clusters, _, _ in lines} == {"((0, 1), (2, 3))"}

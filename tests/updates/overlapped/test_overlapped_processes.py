@@ -23,7 +23,7 @@ def arguments(rule: dict, num_iterations: int, *options: str) -> list[str]:
 
 def launch(num_ranks: int, options: list[str]) -> subprocess.CompletedProcess[str]:
     """Start the script with ``syncline run``."""
-    return run_python("-m", "syncline.cli.main", "run", "--ranks", num_ranks, SCRIPT, *options)
+    return run_python("-m", "syncline", "run", "--ranks", num_ranks, SCRIPT, *options)
 
 
 @pytest.mark.parametrize("quorum", [2, None])
