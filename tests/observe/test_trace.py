@@ -169,6 +169,19 @@ def test_merging_uses_wall_clocks_between_machines(tmp_path):
     assert [span["ts"] for span in spans_of(tmp_path / "all.json")] == [0.0, 0.0]
 
 
+def test_containers_of_one_boot_may_have_clocks_of_their_own(tmp_path, monkeypatch):
+    """A time namespace begins the monotonic clock where it likes, so only the wall clock joins two of them."""
+    for rank, monotonic_ns in enumerate((1_000, 900_000)):
+        namespace = tmp_path / f"namespace-{rank}"
+        namespace.symlink_to(f"time:[{rank}]")
+        monkeypatch.setattr("syncline.observe.trace._TIME_NAMESPACE", namespace)
+        trace = begin_at(tmp_path / f"{rank}.json", rank, monotonic_ns, 50_000)
+        trace.span("step", "compute", monotonic_ns, monotonic_ns + 1)
+        trace.close()
+    merge_traces([tmp_path / f"{rank}.json" for rank in range(2)], tmp_path / "all.json")
+    assert [span["ts"] for span in spans_of(tmp_path / "all.json")] == [0.0, 0.0]
+
+
 def test_what_hosts_have_merged_is_merged_as_their_ranks_would_be(tmp_path):
     for rank, wall_ns in enumerate((50_000_000, 53_000_000)):
         trace = begin_at(tmp_path / "own.json", rank, 1_000 + rank, wall_ns)

@@ -13,9 +13,9 @@ Each category is a row, and spans that overlap get rows of their own: Perfetto d
 calls, so two that overlap without nesting would be drawn wrong. Collectives do overlap: ``communication`` therefore has
 as many rows as there were collectives at once, and so have the pushes and pulls of the buckets of an overlapped update.
 
-The traces of several ranks are put into one file, on one time line. Ranks that booted together share the monotonic
-clock, so their times are compared as they are; between machines only the wall clocks can be compared, and the merged
-trace is as exact as these agree.
+The traces of several ranks are put into one file, on one time line. Ranks of one boot and one time namespace share
+the monotonic clock, so their times are compared as they are; between others only the wall clocks can be compared, and
+the merged trace is as exact as these agree.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ FLUSH_EVENTS = 4096
 _log = logging.getLogger(__name__)
 _CLOCK = "syncline_clock"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_TIME_NAMESPACE = Path("/proc/self/ns/time")
 _Event = tuple[str, str, str, int, int, dict[str, Any]]
 """Phase letter of the format, name, category, start, end (both in ns), arguments."""
 
@@ -266,11 +267,14 @@ def _lines(events: list[dict[str, Any]]) -> str:
 
 
 def _boot_id() -> str:
-    """Name the boot: processes that share it share their monotonic clock, whatever their hosts are called."""
+    """Name the boot and time namespace: who shares both shares its monotonic clock, whatever the hosts are called."""
     try:
-        return _BOOT_ID.read_text(encoding="ascii").strip()
+        boot = _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
         return ""
+    with contextlib.suppress(OSError):  # Linux before 5.6 has none
+        boot += f" {_TIME_NAMESPACE.readlink()}"
+    return boot
 
 
 def merge_traces(paths: Iterable[str | Path], out: str | Path) -> int:
