@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 import struct
@@ -71,6 +72,19 @@ def test_a_thread_that_stands_back_keeps_its_weight():
     assert (policy, nice_after) == (os.SCHED_BATCH, nice)
     _, is_taken_again = in_thread(stand_back, stand_back)
     assert not is_taken_again, "it is of another policy by now"
+
+
+@pytest.mark.parametrize("call", ["sched_getscheduler", "sched_setscheduler"])
+def test_a_sandbox_that_refuses_stops_nothing(monkeypatch, call):
+    """gVisor knows one policy; a filter of system calls may refuse to name it, and the loop starts all the same."""
+
+    def refuse(*_):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, call, refuse)
+    with ThreadPoolExecutor(max_workers=1) as threads:
+        assert not threads.submit(stand_back).result()
+        threads.submit(ask_for_short_slices).result()
 
 
 def test_the_communication_loop_stands_back_for_itself_alone():

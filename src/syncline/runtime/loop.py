@@ -187,7 +187,7 @@ def ask_for_short_slices() -> bool:
     A thread of another policy than the default one was given it by someone who knows why, and is left alone.
     """
     number = _SCHED_SETATTR.get(platform.machine())
-    if platform.system() != "Linux" or number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
+    if number is None or not _has_default_policy():
         return False
     nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     attributes = _ATTRIBUTES.pack(_ATTRIBUTES.size, os.SCHED_OTHER, 0, nice, 0, SLICE_NS, 0, 0)
@@ -200,7 +200,17 @@ def stand_back() -> bool:
     So does the thread of a loop whose messages no step waits for, those of its other users among them. It keeps its
     share of the cores. A thread of another policy than the default one is left alone.
     """
-    if platform.system() != "Linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:
+    if not _has_default_policy():
         return False
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except OSError:  # a sandbox knows one policy, or refuses: nothing depends on it
+        return False
     return True
+
+
+def _has_default_policy() -> bool:
+    try:
+        return platform.system() == "Linux" and os.sched_getscheduler(0) == os.SCHED_OTHER
+    except OSError:  # a sandbox does not say
+        return False
