@@ -30,7 +30,18 @@ def user_folder(values: Mapping[str, str]) -> Path:
             status = os.lstat(given)
             if stat.S_ISDIR(status.st_mode) and _is_own(status):
                 return Path(given) / "syncline"
-    return Path(tempfile.gettempdir()) / f"syncline-{os.geteuid()}"
+    return temporary_folder() / f"syncline-{os.geteuid()}"
+
+
+def temporary_folder() -> Path:
+    """Return where temporary files go; :class:`ConfigurationError` where nothing can be written, as in many images."""
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        raise ConfigurationError(
+            f"temporary files need a folder, and user {os.geteuid()} can write in none "
+            f"({error.strerror}); let TMPDIR name one with free space"
+        ) from error
 
 
 @contextlib.contextmanager

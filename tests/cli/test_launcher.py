@@ -1,5 +1,6 @@
 """The launcher on real processes: tiny scripts without torch, and no test that waits by the clock."""
 
+import errno
 import io
 import json
 import math
@@ -204,13 +205,22 @@ def test_what_cannot_be_started_is_refused_with_a_reason(said, error, message):
         launch(Request(**({"command": ("true",)} | said)), terminal=Terminal(stdout=io.StringIO()))
 
 
+def test_a_limit_on_open_files_is_named_where_ranks_cannot_start(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(LaunchError, match=r"^rank 0 cannot be started: 'true': Too many open files; .*ulimit -n"):
+        launch(Request(num_ranks=1, command=("true",)), terminal=Terminal(stdout=io.StringIO()))
+
+
 class Launcher:
     """``syncline run`` in a process of its own, for signals."""
 
     def __init__(self, script, tmp_path, *options, under=()):
         path = tmp_path / "script.py"
         path.write_text("import os, signal, sys\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(script))
-        command = [*under, sys.executable, "-m", "syncline.cli.main", "run", "--ranks", "2", *options, str(path)]
+        command = [*under, sys.executable, "-m", "syncline", "run", "--ranks", "2", *options, str(path)]
         self.temporary = tmp_path / "temporary"
         self.temporary.mkdir(exist_ok=True)
         environment = os.environ | {"TMPDIR": str(self.temporary)}

@@ -8,6 +8,7 @@ import tempfile
 import pytest
 
 from syncline.cli.launcher.scratch import LOCK, own_folder, remove_abandoned
+from syncline.errors import ConfigurationError
 
 
 @pytest.fixture
@@ -30,6 +31,15 @@ def test_a_folder_is_private_and_goes_with_its_owner(temporary):
         assert folder.parent == temporary
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert not list(temporary.iterdir())
+
+
+def test_without_a_place_for_temporary_files_the_error_names_the_remedy(monkeypatch):
+    """As with a read-only root and no /tmp; the current folder is the last one that is tried."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/nowhere"])
+    text = r"^temporary files need a folder, .* in none \(.*'/proc/nowhere'\]\); let TMPDIR name one with free space$"
+    with pytest.raises(ConfigurationError, match=text), own_folder():
+        pass
 
 
 def test_what_a_killed_launcher_left_goes_when_the_next_one_starts(temporary):

@@ -1,8 +1,11 @@
 """A limit on open files that is too low is an error before the first connection."""
 
+import errno
+import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +63,16 @@ def test_no_limit_is_enough(limits):
 def test_a_hard_limit_is_named(limits):
     limits(12, 12)
     with pytest.raises(ConfigurationError, match=r"for which root must raise the hard limit 12$"):
+        check_open_files(0, num_peers=1, num_classes=1)
+
+
+def test_without_proc_that_is_said_and_no_number(monkeypatch):
+    def missing(path):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    monkeypatch.setattr(Path, "iterdir", missing)
+    text = r"^/proc/self/fd of process \d+ cannot be read \(No such file or directory\).*: mount -t proc proc /proc$"
+    with pytest.raises(ConfigurationError, match=text):
         check_open_files(0, num_peers=1, num_classes=1)
 
 

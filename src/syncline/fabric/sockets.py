@@ -6,6 +6,7 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import os
 import resource
 import socket
 import sys
@@ -306,5 +307,10 @@ def check_open_files(rank: int, *, num_peers: int, num_classes: int) -> None:
 def _count_open(allowed: int) -> int:
     try:
         return len(list(Path("/proc/self/fd").iterdir())) - 1  # without that of the folder itself
-    except OSError:  # not even this one can be opened
-        return allowed
+    except OSError as error:
+        if error.errno == errno.EMFILE:  # not even this one can be opened
+            return allowed
+        raise ConfigurationError(
+            f"/proc/self/fd of process {os.getpid()} cannot be read ({error.strerror}), but Linux tells there of what "
+            "processes hold and share; give this container a /proc: mount -t proc proc /proc"
+        ) from error

@@ -23,6 +23,7 @@ from pathlib import Path
 from syncline.cli.launcher.job import Job
 from syncline.errors import ConfigurationError
 from syncline.pytorch.secret import SECRET_BYTES, read_secret_file
+from syncline.user_folder import temporary_folder
 
 PREFIX = "syncline-"
 LOCK = "owner"
@@ -135,7 +136,7 @@ def own_target(job: Job, asked: Path, host: str | None) -> Path:
 @contextlib.contextmanager
 def own_folder() -> Iterator[Path]:
     """Make a folder that only this user can read, and remove it in the end; remove what killed launchers left, too."""
-    remove_abandoned(Path(tempfile.gettempdir()))
+    remove_abandoned(temporary_folder())
     with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
         folder = Path(name)
         with _locked(folder):

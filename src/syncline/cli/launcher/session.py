@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import json
 import math
 import os
@@ -65,6 +66,12 @@ ELSEWHERE = -1
 
 PR_SET_PDEATHSIG = 1
 CANNOT_EXECUTE = 127
+_SHORTAGES = {
+    errno.EMFILE: "; raise the launcher's limit on open files (ulimit -n): it holds 3 for each rank",
+    errno.EAGAIN: "; raise this user's limit on processes (ulimit -u), or the container's (pids.max)",
+    errno.ENOMEM: "; the launcher may have no more memory: raise its limit (ulimit -v), or the container's",
+}
+"""What of the launcher's own may run short, by the kernel's answer: the remedy. Of a program it is said by itself."""
 
 
 class RankHandle:
@@ -115,7 +122,8 @@ def start_rank(command: Sequence[str], *, environment: Mapping[str, str], owns_t
             preexec_fn=_die_with_parent(),  # noqa: PLW1509  (safe here: see this module's docstring)
         )
     except OSError as error:
-        raise LaunchError(f"{name} cannot be started: '{command[0]}': {error.strerror}") from error
+        remedy = _SHORTAGES.get(error.errno or 0, "")
+        raise LaunchError(f"{name} cannot be started: '{command[0]}': {error.strerror}{remedy}") from error
     return RankHandle(process)
 
 

@@ -27,6 +27,7 @@ import torch
 
 from syncline.errors import StorageError
 from syncline.tensors.memory import bytes_of
+from syncline.user_folder import temporary_folder
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -121,7 +122,7 @@ class TemporaryFiles(Folder):
     """Files without a name where temporary files go; each takes a file descriptor, and is gone with the process."""
 
     def __init__(self) -> None:
-        super().__init__(tempfile.gettempdir())
+        super().__init__(temporary_folder())
         self._files: dict[str, FileIO] = {}
 
     def __repr__(self) -> str:
