@@ -13,13 +13,12 @@ from syncline.pytorch.distribute import distribute
 from syncline.pytorch.fleet import Fleet
 from syncline.updates import AllReduce, Clustered, LocalSteps, Overlapped, Sharded, UpdateRule
 
-WHOLE = [
-    AllReduce(),
+OTHERS = [
     LocalSteps(period=2),
-    LocalSteps(period=2, overlap=False),
+    LocalSteps(within=Sharded(align="parameter")),
     Overlapped(period=2, rule="swap"),
     Clustered(period=2),
-    Clustered(period=2, within=AllReduce()),
+    Clustered(clusters=1, within=Sharded(align="parameter")),
 ]
 
 
@@ -47,10 +46,10 @@ class Halving(torch.optim.SGD):
         return super().step(closure)
 
 
-def train(fleet: Fleet, rule: UpdateRule, *, evaluates: bool) -> torch.Tensor:
+def train(fleet: Fleet, *, evaluates: bool) -> torch.Tensor:
     model = nn.Linear(3, 1, bias=False)
     nn.init.ones_(model.weight)
-    model, optimizer = distribute(model, Halving(model.parameters(), lr=0.1), rule, fleet=fleet)
+    model, optimizer = distribute(model, Halving(model.parameters(), lr=0.1), AllReduce(), fleet=fleet)
     switches: Any = optimizer
     for number in range(6):
         model(torch.tensor([[1.0, 2.0, number + fleet.rank]])).square().mean().backward()
@@ -61,29 +60,33 @@ def train(fleet: Fleet, rule: UpdateRule, *, evaluates: bool) -> torch.Tensor:
             switches.eval()
             assert torch.equal(model.weight, 0.5 * before)
             switches.train()
-    optimizer.end_period()
     return model.weight.detach().clone()
 
 
-@pytest.mark.parametrize("rule", WHOLE, ids=lambda rule: type(rule).__name__)
-def test_rules_of_whole_optimizers_have_its_modes(rule: UpdateRule, run_fleets: Any) -> None:
-    with_modes = run_fleets(2, lambda fleet: train(fleet, rule, evaluates=True))
-    without = run_fleets(2, lambda fleet: train(fleet, rule, evaluates=False))
-    if not isinstance(rule, Overlapped) and rule != Clustered(period=2):  # in which it depends on time who is late
-        assert all(map(torch.equal, with_modes, without))
+def test_a_whole_optimizer_that_is_alike_on_all_ranks_has_its_modes(run_fleets: Any) -> None:
+    with_modes = run_fleets(2, lambda fleet: train(fleet, evaluates=True))
+    without = run_fleets(2, lambda fleet: train(fleet, evaluates=False))
+    assert all(map(torch.equal, with_modes, without))
     assert torch.equal(*with_modes)
 
 
-@pytest.mark.parametrize("rule", [Sharded(align="parameter"), Clustered(clusters=1, within=Sharded(align="parameter"))])
-def test_with_divided_state_they_are_refused(rule: UpdateRule, run_fleets: Any) -> None:
+DIVIDED = [Sharded(align="parameter"), Sharded(align="parameter", step_in_backward=True)]
+
+
+@pytest.mark.parametrize("rule", [*DIVIDED, *OTHERS], ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_where_ranks_have_other_states_they_are_refused(rule: UpdateRule, mode: str, run_fleets: Any) -> None:
+    name = type(rule).__name__
+    has = "a part of it" if isinstance(rule, Sharded) else "one of its own"
+
     def body(fleet: Fleet) -> None:
         model = nn.Linear(3, 1)
         _, optimizer = distribute(model, Halving(model.parameters(), lr=0.1), rule, fleet=fleet)
-        switches: Any = optimizer
         with pytest.raises(
-            UpdateError, match=r"optimizer\.eval\(\) of Halving .*update=AllReduce\(\) \(or within=AllReduce\(\)"
+            UpdateError,
+            match=rf"{mode}\(\) of Halving .* with {name}\(\) each rank has {has}.*use update=AllReduce\(\)",
         ):
-            switches.eval()
+            getattr(optimizer, mode)()
 
     run_fleets(2, body)
 

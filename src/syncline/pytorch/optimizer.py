@@ -24,7 +24,6 @@ from syncline.pytorch.training import Training
 from syncline.runtime.control import Tally
 from syncline.runtime.failures import STEP
 from syncline.updates.class_tuner import TunerStatistics
-from syncline.updates.inner import NOT_DIVIDED
 from syncline.updates.private_torch import call_state_hooks, call_with_step_hooks, note_step, uncompiled
 
 _MODES = frozenset({"train", "eval"})
@@ -385,10 +384,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _switch(self, mode: str, *args: Any, **options: Any) -> Any:
         """Let the user's optimizer write other values into the parameters, for evaluation or for training."""
-        if self.training.updater.divides_gradients:
+        updater = self.training.updater
+        if updater.divides_gradients or not updater.is_synchronous:
+            has = "a part of it" if updater.is_synchronous else "one of its own, and would get parameters of its own"
             raise UpdateError(
-                f"optimizer.{mode}() of {type(self.inner).__name__} would need its whole state, of which each rank has "
-                f"a part with Sharded(); use {NOT_DIVIDED}"
+                f"optimizer.{mode}() of {type(self.inner).__name__} makes parameters of its whole state, and with "
+                f"{updater.rule_name}() each rank has {has}; use update=AllReduce()"
             )
         self.synchronize()
         return getattr(self.inner, mode)(*args, **options)

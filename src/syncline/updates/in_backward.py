@@ -55,6 +55,7 @@ class InBackwardUpdater(ShardedUpdater):
     """The sharded update, made within the backward pass, at work on one model."""
 
     steps_in_backward = True
+    rule_name = "Sharded"  # not a variant whose name ends with that
 
     def __init__(self, setting: Setting, *, whole_parameters: bool, overlap_forward: bool, portions: Portions) -> None:
         for bucket in setting.buckets:
