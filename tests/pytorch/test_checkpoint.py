@@ -387,3 +387,38 @@ def test_a_failure_of_one_rank_leaves_the_old_checkpoint(tmp_path: Path, run_fle
     run_fleets(2, body)
     assert load_checkpoint(tmp_path / "saved", CASE.make()) == {"step": 2}
     assert [found.name for found in tmp_path.iterdir()] == ["saved"], "half a checkpoint takes no room"
+
+
+def test_state_that_cannot_be_moved_is_saved_as_the_error_says(tmp_path: Path, run_fleets: Any) -> None:
+    class Listed(torch.optim.SGD):
+        """Keeps its momentum in a list, as optimizers of Kronecker factors keep theirs."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in filter(lambda one: one.grad is not None, group["params"]):
+                    (sums,) = self.state[parameter].setdefault("sums", [torch.zeros_like(parameter)])
+                    parameter.sub_(sums.add_(parameter.grad), alpha=group["lr"])
+
+    models = copies(CASE.make(), 2)
+
+    def body(fleet: Fleet) -> None:
+        model = models[fleet.rank]
+        model, optimizer = distribute(model, Listed(model.parameters(), lr=0.01), AllReduce(), fleet=fleet)
+        go_on(model, optimizer, BATCHES[:1], fleet.rank, fleet.world_size)
+        remedy = r"'sums' of '.*' is a list; .* save optimizer\.state_dict\(\) with torch\.save\(\) on one rank"
+        with pytest.raises(CheckpointError, match=remedy):
+            save_checkpoint(tmp_path / "saved", model, optimizer)
+        save_checkpoint(tmp_path / "saved", model)
+        if fleet.rank == 0:
+            torch.save(optimizer.state_dict(), tmp_path / "optimizer")
+        go_on(model, optimizer, BATCHES[1:], fleet.rank, fleet.world_size)
+        optimizer.synchronize()
+        expected = [parameter.detach().clone() for parameter in model.parameters()]
+        load_checkpoint(tmp_path / "saved", model)
+        optimizer.load_state_dict(torch.load(tmp_path / "optimizer"))
+        go_on(model, optimizer, BATCHES[1:], fleet.rank, fleet.world_size)
+        optimizer.synchronize()
+        assert all(map(torch.equal, model.parameters(), expected))
+
+    run_fleets(2, body)

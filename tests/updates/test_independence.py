@@ -85,6 +85,15 @@ def test_a_step_that_raises_is_told() -> None:
     assert "raised TypeError" in why
 
 
+def test_another_optimizer_of_the_same_name_is_told_from_the_one_that_is_known() -> None:
+    class AdamW(Noisy):
+        __module__ = "elsewhere.optim"
+
+    optimizer = AdamW([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    with pytest.raises(UpdateError, match=r"AdamW of elsewhere is not known to allow \(known: .* of torch\)"):
+        check_divisible(optimizer, whole_parameters=False)
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_error_names_the_optimizer_and_a_rule_that_serves_it(whole: bool) -> None:
     optimizer = Clipped([torch.nn.Parameter(torch.zeros(2))])

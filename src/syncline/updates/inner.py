@@ -89,9 +89,10 @@ def check_divisible(optimizer: optim.Optimizer, *, whole_parameters: bool, rule:
         )
     if not whole_parameters:
         names = ", ".join(sorted(known.__name__ for known in ELEMENTWISE))
+        home = kind.__module__.partition(".")[0]  # others have an AdamW, too
         raise UpdateError(
-            f"{rule}() gives an optimizer arbitrary pieces of parameters, which {kind.__name__} is not known to "
-            f'allow (known: {names}); use {rule}(align="parameter"), where it gets whole parameters'
+            f"{rule}() gives an optimizer arbitrary pieces of parameters, which {kind.__name__} of {home} is not known "
+            f'to allow (known: {names} of torch); use {rule}(align="parameter"), where it gets whole parameters'
         )
 
 

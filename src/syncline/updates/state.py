@@ -38,8 +38,11 @@ def encode_single(entry: StateEntry) -> dict[str, Any]:
         return {"dtype": str(value.dtype), "value": value.tolist()}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"dtype": None, "value": value}
-    raise UpdateError(f"The optimizer state {entry.key!r} of {entry.parameter!r} is a {type(value).__name__}; only "
-                      "tensors, numbers and text can be moved between ranks")  # fmt: skip
+    raise UpdateError(
+        f"The optimizer state {entry.key!r} of {entry.parameter!r} is a {type(value).__name__}; only tensors, numbers "
+        "and text can be moved between ranks. With update=AllReduce() each has all of it: leave the optimizer out of "
+        "save_checkpoint(), and save optimizer.state_dict() with torch.save() on one rank"
+    )
 
 
 def decode_value(value: Any) -> Any:
